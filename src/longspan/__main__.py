@@ -1,0 +1,5 @@
+import sys
+
+from longspan.cli import main
+
+sys.exit(main())

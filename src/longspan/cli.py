@@ -1,0 +1,217 @@
+"""The verbs. Each is a thin call into a room; none imports torch until it must.
+
+Exit codes: 0 done; 2 the user's input is wrong; 3 stopped on request with a checkpoint saved;
+1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from longspan import __version__
+from longspan.errors import Diverged, Stopped, UserError
+
+DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one verb and return its exit code."""
+    args = _parser().parse_args(argv)
+    try:
+        args.verb(args)
+    except UserError as error:
+        print(f"longspan: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    except Stopped as stopped:
+        print(stopped, file=sys.stderr)
+        return STOPPED
+    except Diverged as error:
+        print(f"longspan: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("longspan: interrupted; nothing more was saved", file=sys.stderr)
+        return FAILED
+    return DONE
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="longspan",
+        description="Train long-context transformers from one run file.",
+        epilog="Without RUN.toml a verb uses the built-in run for this machine.",
+    )
+    parser.add_argument("--version", action="version", version=f"longspan {__version__}")
+    verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
+
+    train = verbs.add_parser("train", help="train a model; the same command on any machine")
+    _add_run_arguments(train)
+    where = train.add_mutually_exclusive_group()
+    where.add_argument("--run-dir", type=Path, metavar="DIR", help="folder for a new run")
+    where.add_argument(
+        "--resume",
+        type=Path,
+        metavar="DIR",
+        help="go on with the run in DIR from its newest checkpoint; with its own run file unless "
+        "RUN.toml is given, and from the start where it has no checkpoint",
+    )
+    train.set_defaults(verb=_train)
+
+    generate = verbs.add_parser("generate", help="continue a prompt with a trained model")
+    generate.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    generate.add_argument("--prompt", required=True)
+    generate.add_argument("--tokens", type=int, default=200, help="at most this many (200)")
+    generate.add_argument("--temperature", type=float, default=0.8, help="0 is greedy (0.8)")
+    generate.add_argument("--top-p", type=float, default=0.95, help="nucleus (0.95)")
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--json", action="store_true", help="print the result as JSON")
+    generate.set_defaults(verb=_generate)
+
+    data = verbs.add_parser("data", help="build and inspect token shards")
+    data_verbs = data.add_subparsers(required=True, metavar="build|info")
+    build = data_verbs.add_parser("build", help="make token shards from text")
+    build.add_argument(
+        "inputs",
+        nargs="+",
+        type=Path,
+        metavar="INPUT",
+        help="a text file, a folder of them, a .jsonl file, or a saved Hugging Face dataset",
+    )
+    build.add_argument("-o", "--out", type=Path, required=True, metavar="FOLDER")
+    build.add_argument("--tokenizer", type=Path, metavar="FILE", help="a tokenizers JSON (bytes)")
+    build.add_argument("--field", default="text", help="the text's key in JSONL and datasets")
+    build.add_argument(
+        "--validation", type=float, default=0.05, help="share of documents for validation (0.05)"
+    )
+    build.add_argument("--json", action="store_true", help="print the result as JSON")
+    build.set_defaults(verb=_data_build)
+    info = data_verbs.add_parser("info", help="describe a folder of shards and check its files")
+    info.add_argument("folder", type=Path, metavar="FOLDER")
+    info.add_argument("--json", action="store_true", help="print the result as JSON")
+    info.set_defaults(verb=_data_info)
+
+    config = verbs.add_parser("config", help="show a run file in full, or its schema")
+    config_verbs = config.add_subparsers(required=True, metavar="show|schema")
+    show = config_verbs.add_parser("show", help="every value, defaults included, and what follows")
+    _add_run_arguments(show)
+    show.set_defaults(verb=_config_show)
+    schema = config_verbs.add_parser("schema", help="the JSON schema of a run file")
+    schema.set_defaults(verb=_config_schema)
+    return parser
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "items",
+        nargs="*",
+        metavar="RUN.toml | section.key=value",
+        help="a run file and any number of overrides, for example train.steps=100",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def _split_items(items: Sequence[str]) -> tuple[Path | None, list[str]]:
+    files = [item for item in items if "=" not in item]
+    if len(files) > 1:
+        raise UserError(f"expected one run file, got {', '.join(files)}")
+    return (Path(files[0]) if files else None), [item for item in items if "=" in item]
+
+
+def _builtin_name() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _train(args: argparse.Namespace) -> None:
+    from longspan.runfile import load_run
+
+    file, overrides = _split_items(args.items)
+    if file is None and args.resume and (args.resume / "run.toml").exists():
+        file = args.resume / "run.toml"
+    run = load_run(file, overrides, builtin="cpu" if file else _builtin_name())
+
+    from longspan.training import train
+    from longspan.training.folder import new_run_dir
+
+    run_dir = args.resume or args.run_dir or new_run_dir(Path("runs"), file)
+    result = train(run, run_dir, resume=args.resume is not None)
+    if args.json:
+        print(json.dumps(asdict(result)))
+        return
+    if result.sample is not None:
+        print(f"\nsample:\n{result.sample}\n")
+    if result.validation_loss is not None:
+        print(
+            f"validation loss {result.validation_loss:.4f} nats per token; "
+            f"{result.baseline} {result.baseline_loss:.4f} on the same tokens"
+        )
+    print(f"run folder: {result.run_dir}")
+
+
+def _generate(args: argparse.Namespace) -> None:
+    from longspan.training.generation import complete_from_run
+
+    text = complete_from_run(
+        args.run_dir,
+        args.prompt,
+        count=args.tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
+    print(json.dumps({"text": text}) if args.json else text)
+
+
+def _data_build(args: argparse.Namespace) -> None:
+    from longspan.data.build import build
+
+    build(
+        args.inputs,
+        args.out,
+        tokenizer=args.tokenizer,
+        field_name=args.field,
+        validation=args.validation,
+    )
+    args.folder = args.out
+    _data_info(args)
+
+
+def _data_info(args: argparse.Namespace) -> None:
+    from longspan.data.shards import inspect_folder
+
+    info = inspect_folder(args.folder)
+    if args.json:
+        print(json.dumps(info))
+        return
+    print(f"{args.folder}: tokenizer {info['tokenizer']}, {info['vocab']:,} tokens of vocabulary")
+    for name, split in info["splits"].items():
+        print(
+            f"  {name:<10}  {split['tokens']:>14,} tokens  {split['documents']:>10,} documents  "
+            f"longest {split['longest']:,}  {split['shards']} shard(s), SHA-256 right"
+        )
+
+
+def _config_show(args: argparse.Namespace) -> None:
+    from longspan.config import derived_values
+    from longspan.runfile import dump_run, load_run
+
+    file, overrides = _split_items(args.items)
+    run = load_run(file, overrides, builtin="cpu" if file else _builtin_name())
+    derived = derived_values(run)
+    if args.json:
+        print(json.dumps({"run": run.model_dump(mode="json"), "derived": derived}))
+        return
+    print(dump_run(run))
+    for name, value in derived.items():
+        print(f"# {name}: {value}")
+
+
+def _config_schema(args: argparse.Namespace) -> None:
+    from longspan.config import Run
+
+    print(json.dumps(Run.model_json_schema(), indent=1))

@@ -1,0 +1,401 @@
+"""The whole run as frozen, typed data. Imports no torch and no other room.
+
+`runfile.py` reads TOML, YAML and overrides into a `Run` and explains what is wrong with them;
+here stand the sections, their defaults, and the rules between them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from longspan import presets
+
+Positive = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+Ranks = Annotated[int, Field(ge=-1)]
+Integers = Annotated[tuple[int, ...], Field(strict=False)]  # TOML gives a list
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+    )
+
+
+class Model(Section):
+    preset: Literal["tiny", "125m", "350m", "1.3b", "7b", "13b"] = "tiny"
+    """A size by name; every other key of this section replaces one of its values."""
+    layers: Positive = 4
+    hidden: Positive = 128
+    heads: Positive = 4
+    kv_heads: Positive = 4
+    """Heads of keys and values; fewer than `heads` is grouped-query attention."""
+    ffn: Positive = 384
+    """Width of the gated MLP; unless given, 8/3 of `hidden` rounded up to a multiple of 128."""
+    vocab: Positive = 256
+    tied: bool = True
+    """Whether the output head is the embedding."""
+    sub_layer_norm: bool = False
+    """MAGNETO's extra norms before the attention's and the MLP's last projection, and its init."""
+    rope_base: Annotated[float, Field(gt=1)] | None = None
+    """Base of the rotary embedding; unless given, chosen from `data.context`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, given: Any) -> Any:
+        if not isinstance(given, Mapping):
+            return given
+        preset = given.get("preset", "tiny")
+        base = presets.MODELS.get(preset, {}) if isinstance(preset, str) else {}
+        filled = {**base, **given}
+        filled.setdefault("kv_heads", filled.get("heads", 4))
+        if "ffn" not in filled and isinstance(filled.get("hidden"), int):
+            filled["ffn"] = math.ceil(8 * filled["hidden"] / 3 / 128) * 128
+        return filled
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden // self.heads
+
+    def rope_base_for(self, context: int) -> float:
+        """The base that turns the slowest pair of channels by at most ¼ radian over the context.
+
+        Pair i of D/2 turns by base^(−2i/D) per token, so the slowest, i = D/2 − 1, turns by
+        context · base^(−(D−2)/D) in all. 128K tokens at D = 128 give 6.5e5, near the 5e5 that
+        Llama 3 uses there.
+        """
+        if self.rope_base is not None:
+            return self.rope_base
+        if self.head_dim <= 2:
+            return 10_000.0
+        return float(max(10_000.0, (4 * context) ** (self.head_dim / (self.head_dim - 2))))
+
+
+class Attention(Section):
+    kind: Literal["dense", "dilated"] = "dilated"
+    segment_lengths: Integers = ()
+    """Tokens per segment of each branch; unless given, those of the model's preset."""
+    dilation_rates: Integers = ()
+    """Every how many positions each branch keeps."""
+
+
+class Data(Section):
+    source: Annotated[str, Field(min_length=1)] = "builtin"
+    """"builtin" (the Python standard library's source), "recall" (a synthetic task), or a folder
+    made by `longspan data build`."""
+    context: Positive = 4096
+    recall_pairs: Positive = 16
+    """Key-value pairs in each sequence of the "recall" source."""
+
+
+class Layout(Section):
+    """Ranks per mesh axis; -1 means the rest of the devices."""
+
+    replicate: Ranks = 1
+    shard: Ranks = -1
+    sequence: Ranks = 1
+    tensor: Ranks = 1
+    pipeline: Ranks = 1
+
+    def ranks(self) -> dict[str, int]:
+        return {axis: getattr(self, axis) for axis in type(self).model_fields}
+
+    def resolve(self, world: int) -> dict[str, int]:
+        """Ranks per axis for `world` processes, with -1 filled in."""
+        ranks = self.ranks()
+        if problems := layout_problems(ranks, world):
+            raise ValueError("; ".join(problems))
+        fixed = math.prod(n for n in ranks.values() if n > 0)
+        return {axis: world // fixed if n == -1 else n for axis, n in ranks.items()}
+
+
+class Train(Section):
+    steps: Positive = 200
+    micro_batch: Positive = 1
+    """Sequences per forward pass."""
+    global_batch: Positive = 1
+    """Sequences per optimizer step."""
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """How `lr`, tuned at `base_batch`, follows `global_batch`."""
+    base_batch: Positive | None = None
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    warmup: Whole = 20
+    """Steps of linear warmup."""
+    decay: Positive | None = None
+    """Steps of the final decay of the "wsd" schedule."""
+    min_lr: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Where the decay ends, as a fraction of the learning rate."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    clip: Annotated[float, Field(ge=0)] = 1.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """"auto" is bf16 on a GPU that has it, fp32 elsewhere. Weights and optimizer stay fp32."""
+    compile: Literal["auto", True, False] = "auto"
+    """torch.compile of each block; "auto" is on for CUDA."""
+    seed: Whole = 0
+    eval_every: Whole = 0
+    """Steps between evaluations; 0 evaluates at the end only."""
+    eval_samples: Positive = 16
+    """Validation sequences per evaluation."""
+
+    @property
+    def accumulation(self) -> int:
+        return self.global_batch // self.micro_batch
+
+    @property
+    def peak_lr(self) -> float:
+        """`lr` scaled from `base_batch` to `global_batch`."""
+        ratio = self.global_batch / (self.base_batch or self.global_batch)
+        factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
+        return self.lr * factor
+
+
+class Engine(Section):
+    name: Literal["native"] = "native"
+
+
+class Checkpoint(Section):
+    every: Whole = 500
+    """Steps between checkpoints; the last step is always saved."""
+    keep: Positive = 2
+    """How many of the newest to keep."""
+
+
+class Track(Section):
+    log_every: Positive = 10
+    """Steps between lines of metrics."""
+    prompt: str = "def "
+    """Start of the sample written at the end of a run; empty writes none."""
+
+
+class Run(Section):
+    """A run file: one table per section, each optional."""
+
+    model: Model = Model()
+    attention: Attention = Attention()
+    data: Data = Data()
+    layout: Layout = Layout()
+    train: Train = Train()
+    engine: Engine = Engine()
+    checkpoint: Checkpoint = Checkpoint()
+    track: Track = Track()
+
+
+def derived_values(run: Run) -> dict[str, str]:
+    """What follows from a run file, in words for people."""
+    train, context = run.train, run.data.context
+    ranks = run.layout.resolve(world=1)
+    tokens = train.global_batch * context
+    branches = zip(run.attention.segment_lengths, run.attention.dilation_rates, strict=True)
+    return {
+        "attention": run.attention.kind
+        + "".join(f" {w}/{r}" for w, r in branches)
+        + f", context {context:,}, rope base {run.model.rope_base_for(context):,.0f}",
+        "batch": f"{train.global_batch} = micro {train.micro_batch} × accumulation "
+        f"{train.accumulation} × data-parallel {ranks['replicate'] * ranks['shard']}",
+        "tokens": f"{tokens:,} a step × {train.steps:,} steps = {tokens * train.steps:,}",
+        "learning rate": f"{train.peak_lr:g} peak, {train.schedule}, {train.warmup} warmup steps",
+        "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items()),
+    }
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a run file: where, and what to do about it."""
+
+    path: str
+    message: str
+
+
+def fill_branches(tables: dict[str, Any]) -> dict[str, Any]:
+    """Give a dilated [attention] without branches those of the model's preset."""
+    model, attention = tables.get("model", {}), tables.get("attention", {})
+    if not isinstance(model, Mapping) or not isinstance(attention, Mapping):
+        return tables
+    bare = not {"segment_lengths", "dilation_rates"} & set(attention)
+    if attention.get("kind", "dilated") != "dilated" or not bare:
+        return tables
+    branches = presets.BRANCHES.get(str(model.get("preset", "tiny")), {})
+    return {**tables, "attention": {**branches, **attention}}
+
+
+def branch_problems(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...]) -> list[str]:
+    """What keeps these from being the branches of a dilated pattern."""
+    if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
+        return [
+            "segment_lengths and dilation_rates need one entry per branch, got "
+            f"{len(segment_lengths)} and {len(dilation_rates)}"
+        ]
+    problems = []
+    for w, r in zip(segment_lengths, dilation_rates, strict=True):
+        if w < 1 or r < 1:
+            problems.append(f"a segment length and its rate must be at least 1, got {w} and {r}")
+        elif w % r:
+            nearest = max(r, round(w / r) * r)
+            problems.append(
+                f"segment length {w} must be a multiple of its dilation rate {r}: use {nearest}"
+            )
+    return problems
+
+
+def layout_problems(ranks: Mapping[str, int], world: int) -> list[str]:
+    """What keeps these ranks per axis from covering `world` processes."""
+    if zeros := [axis for axis, n in ranks.items() if n == 0]:
+        return [f"{axis} must be at least 1, or -1 for the rest, got 0" for axis in zeros]
+    rest = [axis for axis, n in ranks.items() if n == -1]
+    if len(rest) > 1:
+        return [f"only one axis can be -1, the rest of the devices, got {', '.join(rest)}"]
+    fixed = math.prod(n for n in ranks.values() if n > 0)
+    if world % fixed or (not rest and fixed != world):
+        product = " × ".join(f"{axis} {n}" for axis, n in ranks.items() if n > 1)
+        return [f"{product or 'the product 1'} needs {fixed} processes and there are {world}"]
+    return []
+
+
+def _model_rules(model: Model) -> list[Problem]:
+    problems = []
+    if model.hidden % model.heads:
+        below = max(h for h in range(1, model.heads + 1) if model.hidden % h == 0)
+        problems.append(
+            Problem(
+                "model.heads",
+                f"{model.heads} does not divide model.hidden = {model.hidden}: use {below}, "
+                f"or hidden = {math.ceil(model.hidden / model.heads / 2) * model.heads * 2}",
+            )
+        )
+    elif model.head_dim % 2:
+        problems.append(
+            Problem(
+                "model.heads",
+                f"hidden / heads = {model.head_dim} must be even for rotary embedding: "
+                f"change model.heads = {model.heads} or model.hidden = {model.hidden}",
+            )
+        )
+    if model.heads % model.kv_heads:
+        below = max(
+            h for h in range(1, min(model.kv_heads, model.heads) + 1) if model.heads % h == 0
+        )
+        problems.append(
+            Problem(
+                "model.kv_heads",
+                f"{model.kv_heads} does not divide model.heads = {model.heads}: use {below}",
+            )
+        )
+    return problems
+
+
+def _attention_rules(attention: Attention) -> list[Problem]:
+    if attention.kind == "dense":
+        return [
+            Problem(f"attention.{key}", 'has no use with kind = "dense": remove it')
+            for key in ("segment_lengths", "dilation_rates")
+            if getattr(attention, key)
+        ]
+    problems = branch_problems(attention.segment_lengths, attention.dilation_rates)
+    return [Problem("attention.segment_lengths", message) for message in problems]
+
+
+def _train_rules(train: Train) -> list[Problem]:
+    problems = []
+    if train.global_batch % train.micro_batch:
+        above = math.ceil(train.global_batch / train.micro_batch) * train.micro_batch
+        problems.append(
+            Problem(
+                "train.global_batch",
+                f"{train.global_batch} is not a multiple of train.micro_batch = "
+                f"{train.micro_batch}: use {above}",
+            )
+        )
+    if train.lr_scaling != "none" and train.base_batch is None:
+        problems.append(
+            Problem(
+                "train.base_batch",
+                f'is needed by lr_scaling = "{train.lr_scaling}": set the global batch at which '
+                f"lr = {train.lr} was tuned",
+            )
+        )
+    if train.schedule == "wsd" and train.decay is None:
+        problems.append(
+            Problem(
+                "train.decay",
+                f'is needed by schedule = "wsd": set its steps, such as {train.steps // 5 or 1}',
+            )
+        )
+    elif train.schedule == "wsd" and train.warmup + (train.decay or 0) > train.steps:
+        problems.append(
+            Problem(
+                "train.decay",
+                f"warmup {train.warmup} + decay {train.decay} is more than train.steps = "
+                f"{train.steps}: lower one or raise steps",
+            )
+        )
+    if train.precision == "fp16" and train.device == "cpu":
+        problems.append(
+            Problem(
+                "train.precision", 'is "fp16", which needs a GPU: use "fp32" with device = "cpu"'
+            )
+        )
+    return problems
+
+
+def _recall_rules(model: Model, data: Data) -> list[Problem]:
+    if data.source != "recall":
+        return []
+    problems = []
+    if model.vocab < 16:
+        problems.append(
+            Problem("model.vocab", f'is {model.vocab}: source "recall" needs at least 16')
+        )
+    if data.context < 4 * data.recall_pairs + 2:
+        problems.append(
+            Problem(
+                "data.context",
+                f"is {data.context}: {data.recall_pairs} recall pairs need at least "
+                f"{4 * data.recall_pairs + 2}; lower data.recall_pairs or raise it",
+            )
+        )
+    if data.recall_pairs > model.vocab // 2:
+        problems.append(
+            Problem(
+                "data.recall_pairs",
+                f"is {data.recall_pairs}: a vocabulary of {model.vocab} has "
+                f"{model.vocab // 2} keys; lower it or raise model.vocab",
+            )
+        )
+    return problems
+
+
+def _layout_rules(layout: Layout) -> list[Problem]:
+    # One process runs a step today.
+    problems = layout_problems(layout.ranks(), world=1)
+    return [Problem("layout", message) for message in problems]
+
+
+RULES: tuple[Callable[..., list[Problem]], ...] = (
+    _model_rules,
+    _attention_rules,
+    _train_rules,
+    _recall_rules,
+    _layout_rules,
+)
+
+
+def check_rules(sections: Mapping[str, Section]) -> list[Problem]:
+    """Problems between values, from every rule whose sections are all present in `sections`."""
+    problems = []
+    for rule in RULES:
+        needs = inspect.signature(rule).parameters
+        if set(needs) <= set(sections):
+            problems += rule(**{name: sections[name] for name in needs})
+    return problems

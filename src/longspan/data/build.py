@@ -1,0 +1,180 @@
+"""`longspan data build`: text files, folders, JSONL and Hugging Face datasets into token shards."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from longspan.data.shards import DTYPES, INDEX, SPLITS, Index, Shard, dtype_for
+from longspan.data.tokenizer import open_tokenizer
+from longspan.errors import UserError
+from longspan.files import new_folder
+
+TOKENIZER = "tokenizer.json"
+_VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
+
+
+@dataclass(frozen=True)
+class Document:
+    text: str
+    split: str | None = None
+    """Set where the input itself names its split."""
+
+
+def build(
+    inputs: list[Path],
+    out: Path,
+    *,
+    tokenizer: Path | None = None,
+    field_name: str = "text",
+    validation: float = 0.05,
+    shard_tokens: int = 1 << 27,
+) -> Index:
+    """Write the documents of `inputs` as token shards into the new folder `out`.
+
+    A document goes to the validation split by a hash of its text, so that equal documents never
+    stand on both sides and a second build of the same text is the same.
+    """
+    if out.exists():
+        raise UserError(f"{out} exists already: choose a folder that does not, or remove it")
+    if not 0 <= validation < 1:
+        raise UserError(f"--validation must be at least 0 and below 1, got {validation}")
+    encoder = open_tokenizer(tokenizer)
+    dtype = dtype_for(encoder.vocab)
+    try:
+        with new_folder(out) as draft:
+            writers = {s: _Writer(draft, s, dtype, shard_tokens) for s in SPLITS}
+            for document in _documents(inputs, field_name):
+                tokens = encoder.encode(document.text)
+                if encoder.end is not None:
+                    tokens.append(encoder.end)
+                if tokens:
+                    writers[document.split or _split_of(document.text, validation)].add(tokens)
+            shards = [shard for writer in writers.values() for shard in writer.finish()]
+            if not any(shard.split == "train" for shard in shards):
+                raise UserError(
+                    "found no text for the train split in " + ", ".join(map(str, inputs))
+                )
+            if tokenizer is not None:
+                (draft / TOKENIZER).write_bytes(tokenizer.read_bytes())
+            index = Index(encoder.name, encoder.vocab, dtype, shards)
+            (draft / INDEX).write_text(index.to_json(), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot build {out}: {error.filename or out}: {error.strerror}") from error
+    return index
+
+
+def _split_of(text: str, validation: float) -> str:
+    digest = hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
+    return "validation" if int.from_bytes(digest[:8], "big") < validation * 2**64 else "train"
+
+
+@dataclass
+class _Writer:
+    """Appends documents of one split to shards of about `limit` tokens."""
+
+    folder: Path
+    split: str
+    dtype: str
+    limit: int
+    shards: list[Shard] = field(default_factory=list)
+    _parts: list[bytes] = field(default_factory=list)
+    _ends: list[int] = field(default_factory=list)
+
+    def add(self, tokens: list[int]) -> None:
+        start = self._ends[-1] if self._ends else 0
+        if start and start + len(tokens) > self.limit:
+            self._flush()
+            start = 0
+        self._parts.append(np.asarray(tokens, dtype=DTYPES[self.dtype]).tobytes())
+        self._ends.append(start + len(tokens))
+
+    def finish(self) -> list[Shard]:
+        if self._ends:
+            self._flush()
+        return self.shards
+
+    def _flush(self) -> None:
+        content = b"".join(self._parts)
+        name = f"{self.split}-{len(self.shards):05d}.bin"
+        (self.folder / name).write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        self.shards.append(Shard(name, self.split, self._ends[-1], digest, self._ends))
+        self._parts, self._ends = [], []
+
+
+def _documents(inputs: list[Path], field_name: str) -> Iterator[Document]:
+    for path in inputs:
+        if not path.exists():
+            raise UserError(f"no such file or folder: {path}")
+        if path.is_file():
+            yield from _from_file(path, field_name)
+        elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+            yield from _from_hf(path, field_name)
+        else:
+            yield from _from_folder(path, field_name)
+
+
+def _from_folder(folder: Path, field_name: str) -> Iterator[Document]:
+    """Every file below, in order of path, but hidden ones and those that are not text."""
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden and _is_text(path):
+            yield from _from_file(path, field_name)
+
+
+def _is_text(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"\0" not in file.read(1 << 16)
+
+
+def _from_file(path: Path, field_name: str) -> Iterator[Document]:
+    if path.suffix == ".jsonl":
+        yield from _from_jsonl(path, field_name)
+        return
+    try:
+        yield Document(path.read_text(encoding="utf-8"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is not UTF-8 text: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+
+
+def _from_jsonl(path: Path, field_name: str) -> Iterator[Document]:
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}, line {number} is not JSON: {error}") from error
+            yield Document(_text_of(record, field_name, f"{path}, line {number}"))
+
+
+def _text_of(record: object, field_name: str, where: str) -> str:
+    text = record.get(field_name) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise UserError(f"{where} has no text under {field_name!r} (it has {has}): set --field")
+    return text
+
+
+def _from_hf(path: Path, field_name: str) -> Iterator[Document]:
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(
+            f"{path} is a Hugging Face dataset: pip install 'longspan[hf]' to read it"
+        ) from error
+    loaded = datasets.load_from_disk(str(path))
+    parts = loaded.items() if isinstance(loaded, datasets.DatasetDict) else [(None, loaded)]
+    for name, part in parts:
+        split = "validation" if name in _VALIDATION_NAMES else "train" if name else None
+        for number, record in enumerate(part):
+            yield Document(_text_of(record, field_name, f"{path}, record {number}"), split)

@@ -1,0 +1,128 @@
+"""The decoder-only transformer. It knows nothing of devices, layouts or training.
+
+Shape suffixes: B batch, N tokens, H query heads, G key/value heads, D head_dim, C hidden.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from torch import Tensor, nn
+
+from longspan.attention import Pattern, attend, pattern_of
+from longspan.config import Model, Run
+from longspan.nn import SwiGLU, apply_rope, cross_entropy_sum, rope_table
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, model: Model, pattern: Pattern) -> None:
+        super().__init__()
+        self.pattern = pattern
+        self.head_dim = model.head_dim
+        wide, narrow = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.query = nn.Linear(model.hidden, wide, bias=False)
+        self.key = nn.Linear(model.hidden, narrow, bias=False)
+        self.value = nn.Linear(model.hidden, narrow, bias=False)
+        self.norm = nn.RMSNorm(wide, eps=1e-6) if model.sub_layer_norm else nn.Identity()
+        self.out = nn.Linear(wide, model.hidden, bias=False)
+
+    def forward(self, x_BNC: Tensor, rope: Tensor) -> Tensor:
+        q_BNHD = self.query(x_BNC).unflatten(-1, (-1, self.head_dim))
+        k_BNGD = self.key(x_BNC).unflatten(-1, (-1, self.head_dim))
+        v_BNGD = self.value(x_BNC).unflatten(-1, (-1, self.head_dim))
+        q_BNHD, k_BNGD = apply_rope(q_BNHD, rope), apply_rope(k_BNGD, rope)
+        y_BNHD = attend(q_BNHD, k_BNGD, v_BNGD, self.pattern, is_causal=True)
+        out: Tensor = self.out(self.norm(y_BNHD.flatten(-2)))
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, model: Model, pattern: Pattern) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(model.hidden, eps=1e-6)
+        self.attention = SelfAttention(model, pattern)
+        self.mlp_norm = nn.RMSNorm(model.hidden, eps=1e-6)
+        self.mlp = SwiGLU(model.hidden, model.ffn, sub_layer_norm=model.sub_layer_norm)
+
+    def forward(self, x_BNC: Tensor, rope: Tensor) -> Tensor:
+        x_BNC = x_BNC + self.attention(self.attention_norm(x_BNC), rope)
+        out: Tensor = x_BNC + self.mlp(self.mlp_norm(x_BNC))
+        return out
+
+
+class Decoder(nn.Module):
+    def __init__(self, model: Model, pattern: Pattern, context: int) -> None:
+        super().__init__()
+        self.head_dim = model.head_dim
+        self.rope_base = model.rope_base_for(context)
+        self.embedding = nn.Embedding(model.vocab, model.hidden)
+        self.blocks = nn.ModuleList(Block(model, pattern) for _ in range(model.layers))
+        self.norm = nn.RMSNorm(model.hidden, eps=1e-6)
+        # A tied model has no head of its own, so that no weight stands in it twice.
+        self.head = None if model.tied else nn.Linear(model.hidden, model.vocab, bias=False)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """Summed cross-entropy of tokens (batch, tokens) against targets, −100 for no loss."""
+        return cross_entropy_sum(self.hidden(tokens), self.head_weight, targets)
+
+    def next_logits(self, tokens: Tensor) -> Tensor:
+        """Logits (batch, vocab) of the token after the last of tokens (batch, tokens)."""
+        return nn.functional.linear(self.hidden(tokens)[:, -1], self.head_weight)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """What the head reads: (batch, tokens, hidden)."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        rope = rope_table(positions, self.head_dim, self.rope_base)
+        x_BNC = self.embedding(tokens)
+        for block in self.blocks:
+            x_BNC = block(x_BNC, rope)
+        out: Tensor = self.norm(x_BNC)
+        return out
+
+    @property
+    def head_weight(self) -> Tensor:
+        return self.embedding.weight if self.head is None else self.head.weight
+
+    @torch.no_grad()
+    def initialise(self, seed: int, *, magneto: bool) -> None:
+        """Draw every parameter from its own stream of (seed, name), whatever the device.
+
+        Plain: normal with std √(2/(5·hidden)) ("SmallInit", Nguyen & Salazar 2019), divided by
+        √(2·layers) where a projection ends in the residual stream. MAGNETO (Wang et al. 2022):
+        Xavier, with gain √(ln 2·layers) on value, out and MLP projections.
+        """
+        layers = len(self.blocks)
+        for name, weight in self.named_parameters():
+            if weight.dim() == 1:
+                weight.fill_(1.0)  # norms
+                continue
+            module = name.split(".")[-2]
+            if magneto and module not in ("embedding", "head"):
+                gain = 1.0 if module in ("query", "key") else math.sqrt(math.log(2 * layers))
+                std = gain * math.sqrt(2 / sum(weight.shape))
+            else:
+                std = math.sqrt(2 / (5 * self.embedding.embedding_dim))
+                if module in ("out", "down"):
+                    std /= math.sqrt(2 * layers)
+            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+            stream = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+            weight.copy_(torch.randn(weight.shape, generator=stream) * std)
+
+
+def build_decoder(run: Run, device: torch.device) -> Decoder:
+    """The run's model on `device`, its weights drawn from `train.seed`."""
+    with torch.device("meta"):
+        model = Decoder(run.model, pattern_of(run.attention), run.data.context)
+    model.to_empty(device=device)
+    model.initialise(run.train.seed, magneto=run.model.sub_layer_norm)
+    return model
+
+
+def count_parameters(model: Model) -> int:
+    """Parameters of a model, counted on the meta device: nothing is allocated."""
+    from longspan.attention import Dense
+
+    with torch.device("meta"):
+        return sum(p.numel() for p in Decoder(model, Dense(), context=1).parameters())

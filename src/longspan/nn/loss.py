@@ -1,0 +1,86 @@
+"""Cross-entropy over a large vocabulary without ever holding tokens × vocabulary.
+
+The gradient of a softmax cross-entropy needs nothing from later layers but one scalar, so each
+chunk of tokens makes its logits, its loss and its gradients at once and lets the logits go. The
+backward pass only multiplies by that scalar. Peak memory beyond inputs and gradients is
+chunk × vocabulary, whatever the sequence length.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+IGNORED = -100
+CHUNK_ELEMENTS = 1 << 24
+"""Logits held at once: 64 MiB in float32."""
+
+
+def cross_entropy_sum(
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_elements: int = CHUNK_ELEMENTS
+) -> Tensor:
+    """Sum over valid tokens of −log softmax(hidden · weightᵀ)[target], a float32 scalar.
+
+    hidden: (..., width); weight: (vocab, width); targets: integers (...), −100 where there is no
+    loss. The product is taken in the autocast type where autocast is on, the softmax in float32
+    (float64 for float64 inputs).
+    """
+    if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            "expected hidden (..., width), weight (vocab, width) and targets (...), got "
+            f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}"
+        )
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+    rows = max(1, chunk_elements // weight.shape[0])
+    with torch.autocast(device, enabled=False):
+        out: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
+            hidden.flatten(0, -2), weight, targets.flatten(), rows
+        )
+    return out
+
+
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        wants_hidden, wants_weight = ctx.needs_input_grad[:2]
+        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        grad_hidden = torch.empty_like(hidden) if wants_hidden else None
+        grad_weight = torch.zeros_like(weight, dtype=exact) if wants_weight else None
+        total = hidden.new_zeros((), dtype=exact)
+        for start in range(0, len(hidden), rows):
+            h, target = hidden[start : start + rows], targets[start : start + rows]
+            valid = (target != IGNORED)[:, None]  # (rows, 1)
+            picked = target.clamp(min=0)[:, None]
+            logits = (h @ weight.T).to(exact)  # (rows, vocab)
+            lse = logits.logsumexp(-1, keepdim=True)
+            total += ((lse - logits.gather(1, picked)) * valid).sum()
+            if not (wants_hidden or wants_weight):
+                continue
+            # d loss / d logits = softmax − one-hot, in place of the logits
+            delta = logits.sub_(lse).exp_()
+            delta.scatter_add_(1, picked, delta.new_full((), -1.0).expand_as(picked))
+            delta = delta.mul_(valid).to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[start : start + rows] = delta @ weight
+            if grad_weight is not None:
+                grad_weight += delta.T @ h
+        ctx.save_for_backward(grad_hidden, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        grad_hidden, grad_weight = ctx.saved_tensors
+        return (
+            None if grad_hidden is None else (grad_hidden * grad).to(grad_hidden.dtype),
+            None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype),
+            None,
+            None,
+        )

@@ -1,0 +1,175 @@
+"""Reading run files: TOML or YAML, dotted overrides, and every problem said at once."""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable, Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from longspan.config import Problem, Run, Section, check_rules, fill_branches
+from longspan.errors import UserError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+SECTIONS: dict[str, type[Section]] = {
+    name: field.annotation  # type: ignore[misc]
+    for name, field in Run.model_fields.items()
+}
+
+
+def load_run(path: Path | None, overrides: Iterable[str] = (), *, builtin: str = "cpu") -> Run:
+    """The run in `path`, or the built-in one called `builtin`, with section.key=value overrides."""
+    name = str(path) if path else f"built-in run {builtin!r}"
+    tables = _read(path) if path else _read_builtin(builtin)
+    return parse_run(_override(tables, overrides), name)
+
+
+def parse_run(tables: Mapping[str, Any], name: str = "run") -> Run:
+    """Validate plain tables into a Run; raises one UserError that lists every problem."""
+    tables = fill_branches(dict(tables))
+    problems = [
+        Problem(key, f"unknown section{_did_you_mean(key, SECTIONS)}")
+        for key in tables
+        if key not in SECTIONS
+    ]
+    sections: dict[str, Section] = {}
+    for key, section in SECTIONS.items():
+        try:
+            sections[key] = section.model_validate(tables.get(key, {}))
+        except ValidationError as error:
+            problems += [_explain(key, section, detail) for detail in error.errors()]
+    problems += check_rules(sections)
+    if problems:
+        raise UserError(_render(name, problems))
+    return Run(**sections)  # type: ignore[arg-type]
+
+
+def dump_run(run: Run) -> str:
+    """The run as a complete TOML file, every default spelled out."""
+    return tomli_w.dumps(run.model_dump(mode="json", exclude_none=True))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
+        raise UserError(f"cannot read the run file {path}: {reason}") from error
+    if path.suffix in (".yaml", ".yml"):
+        return _parse_yaml(text, path)
+    if path.suffix != ".toml":
+        raise UserError(f"the run file must end in .toml, .yaml or .yml, got {path}")
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise UserError(f"{path} is not valid TOML: {error}") from error
+
+
+def _read_builtin(builtin: str) -> dict[str, Any]:
+    file = resources.files("longspan") / "runs" / f"{builtin}.toml"
+    return tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def _parse_yaml(text: str, path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        tables = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{path} is not valid YAML: {error}") from error
+    if tables is None:
+        return {}
+    if not isinstance(tables, dict):
+        raise UserError(f"{path} must hold one table per section, got a {type(tables).__name__}")
+    # YAML 1.1 reads 3e-4 as text where TOML reads a number; here both are the number.
+    return {key: _yaml_numbers(value) for key, value in tables.items()}
+
+
+def _yaml_numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _yaml_numbers(inner) for key, inner in value.items()}
+    if isinstance(value, str) and value[:1] in "+-.0123456789":
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _override(tables: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+    tables = {k: dict(v) if isinstance(v, dict) else v for k, v in tables.items()}
+    for override in overrides:
+        path, equals, text = override.partition("=")
+        section, dot, key = path.partition(".")
+        if not (equals and dot and section and key):
+            raise UserError(
+                f"an override must look like section.key=value, got {override!r}; "
+                "for example train.steps=100"
+            )
+        table = tables.setdefault(section, {})
+        if isinstance(table, dict):
+            table[key] = _parse_value(text)
+    return tables
+
+
+def _parse_value(text: str) -> Any:
+    """A TOML value, or the text itself where it is none: strings need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _explain(key: str, section: type[Section], detail: ErrorDetails) -> Problem:
+    """One pydantic error in our words: dotted path, what came, what would be right."""
+    loc = [str(part) for part in detail["loc"]]
+    path = ".".join([key, *loc])
+    came = detail["input"]
+    if detail["type"] == "extra_forbidden":
+        return Problem(path, f"unknown key{_place(loc[-1], key)}")
+    if detail["type"] in ("model_type", "model_attributes_type"):
+        return Problem(path, f"expected a table, [{key}], got {came!r}")
+    expected = detail["msg"].replace("Input should be", "expected")
+    expected = expected.replace("expected greater", "expected a number greater")
+    expected = expected.replace("expected less", "expected a number less")
+    hint = ""
+    if detail["type"] == "literal_error" and isinstance(came, str):
+        choices = str(detail["ctx"]["expected"]).replace(" or ", ", ").split(", ")
+        hint = _did_you_mean(came, [choice.strip("'") for choice in choices])
+    elif loc and loc[0] in section.model_fields:
+        default = section.model_fields[loc[0]].default
+        hint = f"; the default is {default!r}" if default not in (None, ()) else ""
+    return Problem(path, f"{expected}, got {came!r}{hint}")
+
+
+def _place(key: str, section: str) -> str:
+    """Where an unknown key of `section` may have been meant to stand."""
+    if hint := _did_you_mean(key, SECTIONS[section].model_fields):
+        return hint
+    homes = [name for name, other in SECTIONS.items() if key in other.model_fields]
+    if homes:
+        return f"; did you mean {homes[0]}.{key}?"
+    return f"; [{section}] has {', '.join(SECTIONS[section].model_fields)}"
+
+
+def _did_you_mean(word: str, known: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _render(name: str, problems: list[Problem]) -> str:
+    unique = list(dict.fromkeys((p.path, p.message) for p in problems))
+    width = max(len(path) for path, _ in unique)
+    count = "1 problem" if len(unique) == 1 else f"{len(unique)} problems"
+    lines = [f"  {path:<{width}}  {message}" for path, message in unique]
+    return "\n".join([f"{name}: {count}", *lines])

@@ -1,0 +1,74 @@
+"""The console: one live line in a terminal, plain lines everywhere else."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+
+def format_metrics(metrics: Mapping[str, Any]) -> str:
+    """The parts of a metrics line that a person reads, in one row."""
+    parts = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tok/s"]
+    if metrics.get("mfu") is not None:
+        parts.append(f"MFU {metrics['mfu']:.1%}")
+    parts.append(f"{metrics['memory_bytes'] / 2**30:.2f} GiB")
+    return "  ".join(parts)
+
+
+class Reporter:
+    """Shows a run as it goes. Everything goes to stderr, so that stdout can carry a result."""
+
+    def __init__(self, *, steps: int, done: int) -> None:
+        self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+        self._steps = steps
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[row]}"),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=self._console,
+        )
+        self._task: TaskID = self._progress.add_task("", total=steps, completed=done, row="")
+
+    def __enter__(self) -> Reporter:
+        if self._console.is_terminal:
+            self._progress.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._console.is_terminal:
+            self._progress.stop()
+
+    def say(self, text: str) -> None:
+        self._console.print(text, markup=False)
+
+    def facts(self, facts: Mapping[str, str]) -> None:
+        width = max(map(len, facts))
+        for name, value in facts.items():
+            self.say(f"  {name:<{width}}  {value}")
+
+    def step(self, step: int) -> None:
+        self._progress.update(self._task, completed=step)
+
+    def metrics(self, metrics: Mapping[str, Any], seconds_left: float) -> None:
+        row = format_metrics(metrics)
+        if self._console.is_terminal:
+            self._progress.update(self._task, row=row)
+        else:
+            self.say(f"step {metrics['step']}/{self._steps}  {row}  ETA {_clock(seconds_left)}")
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"

@@ -1,0 +1,225 @@
+"""The training loop, top to bottom: settle, open, restore, write the folder, step, finish."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from longspan import checkpoint
+from longspan.config import Run, Train, derived_values
+from longspan.data import Baseline, Sample, Source, batch_of, count_targets, open_source
+from longspan.errors import Diverged, Stopped
+from longspan.models import Decoder, build_decoder
+from longspan.tracking import MetricsFile, Reporter
+from longspan.training.device import autocast, choose_device, resolve
+from longspan.training.folder import CHECKPOINTS, open_run_folder
+from longspan.training.generation import complete
+from longspan.training.meter import Meter
+from longspan.training.schedule import learning_rate
+from longspan.training.state import State
+from longspan.training.stopping import StopRequest
+
+SAMPLE_TOKENS = 300
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run reached. Losses are nats per token."""
+
+    run_dir: str
+    step: int
+    tokens: int
+    loss: float | None
+    validation_loss: float | None
+    baseline: str | None
+    baseline_loss: float | None
+    tokens_per_s: float | None
+    sample: str | None
+
+
+def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
+    """Train `run` in `run_dir`, from its newest checkpoint if `resume` and there is one.
+
+    Raises UserError, before anything is written, where the run cannot start; Stopped, after a
+    checkpoint is saved, on a request to stop; Diverged where the loss is no longer a number.
+    """
+    device = choose_device(run)
+    run = resolve(run, device)
+    source = open_source(run.data, run.model)
+    validation = source.validation_samples(run.train.eval_samples)
+    baseline = source.baseline(validation) if validation else None
+
+    torch.manual_seed(run.train.seed)
+    model = build_decoder(run, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=run.train.precision == "fp16")
+    state = State(model, build_optimizer(model, run.train), scaler)
+    saved = checkpoint.latest(run_dir / CHECKPOINTS) if resume else None
+    if saved:
+        state.restore(checkpoint.load(saved), fingerprint=source.fingerprint)
+    if run.train.compile:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+
+    open_run_folder(run, run_dir, device, must_be_new=not resume)
+    meter = Meter(run, model, device, state.step)
+    with (
+        StopRequest() as stop,
+        MetricsFile(run_dir / "metrics.jsonl", step=state.step) as metrics,
+        Reporter(steps=run.train.steps, done=state.step) as reporter,
+    ):
+        reporter.say(
+            f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
+        )
+        reporter.facts(describe(run, model, source))
+        ended = state.step >= run.train.steps
+        while not ended:
+            loss, grad_norm = train_step(state, run, source, device)
+            meter.add(loss)
+            ended = state.step == run.train.steps or stop.requested
+            reporter.step(state.step)
+            if ended or state.step % run.track.log_every == 0:
+                line = meter.line(state, grad_norm)
+                metrics.write(line)
+                reporter.metrics(line, meter.seconds_left)
+                if not math.isfinite(line["loss"]):
+                    raise Diverged(
+                        f"the loss is {line['loss']} at step {state.step}: lower train.lr"
+                    )
+            with meter.paused():
+                if ended or due(state.step, run.checkpoint.every):
+                    state.save(
+                        run_dir / CHECKPOINTS,
+                        fingerprint=source.fingerprint,
+                        keep=run.checkpoint.keep,
+                    )
+                if not ended and due(state.step, run.train.eval_every):
+                    found = evaluate(model, validation, run, device, stop)
+                    report_validation(reporter, metrics, state.step, found, baseline)
+
+        validation_loss = evaluate(model, validation, run, device, stop)
+        if stop.requested:
+            raise Stopped(
+                f"stopped at step {state.step} of {run.train.steps}, checkpoint saved; go on with\n"
+                f"  longspan train --resume {run_dir}"
+            )
+        report_validation(reporter, metrics, state.step, validation_loss, baseline)
+    return Result(
+        run_dir=str(run_dir),
+        step=state.step,
+        tokens=state.samples * run.data.context,
+        loss=meter.last_loss,
+        validation_loss=validation_loss,
+        baseline=baseline.name if baseline else None,
+        baseline_loss=baseline.nats if baseline else None,
+        tokens_per_s=meter.median_rate,
+        sample=sample_text(model, source, run, device),
+    )
+
+
+def train_step(
+    state: State, run: Run, source: Source, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """One optimizer step; returns its loss per token and its gradient norm before clipping.
+
+    The loss is the sum over all tokens of the step divided by their number, so how the step is
+    cut into micro-batches does not enter.
+    """
+    train = run.train
+    indices = range(state.samples, state.samples + train.global_batch)
+    samples = [source.sample(train.seed, index) for index in indices]
+    tokens_with_loss = max(1, count_targets(samples))
+    for group in state.optimizer.param_groups:
+        group["lr"] = learning_rate(train, state.step)
+    total = torch.zeros((), device=device)
+    for start in range(0, len(samples), train.micro_batch):
+        batch = batch_of(samples[start : start + train.micro_batch], device)
+        with autocast(run):
+            loss = state.model(batch.tokens, batch.targets) / tokens_with_loss
+        state.scaler.scale(loss).backward()
+        total += loss.detach()
+    state.scaler.unscale_(state.optimizer)
+    grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), train.clip or math.inf)
+    state.scaler.step(state.optimizer)
+    state.scaler.update()
+    state.optimizer.zero_grad()
+    state.step += 1
+    state.samples += train.global_batch
+    return total, grad_norm
+
+
+@torch.no_grad()
+def evaluate(
+    model: Decoder, samples: list[Sample], run: Run, device: torch.device, stop: StopRequest
+) -> float | None:
+    """Nats per token over `samples`; None where there are none or a stop was asked for."""
+    total = 0.0
+    for start in range(0, len(samples), run.train.micro_batch):
+        if stop.requested:
+            return None
+        batch = batch_of(samples[start : start + run.train.micro_batch], device)
+        with autocast(run):
+            total += model(batch.tokens, batch.targets).item()
+    return total / max(1, count_targets(samples)) if samples else None
+
+
+def build_optimizer(model: Decoder, train: Train) -> torch.optim.Optimizer:
+    """AdamW, fused; matrices decay, norms do not."""
+    parameters = list(model.parameters())
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
+            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        ],
+        lr=train.peak_lr,
+        betas=(train.beta1, train.beta2),
+        eps=train.eps,
+        fused=True,
+    )
+
+
+def describe(run: Run, model: Decoder, source: Source) -> dict[str, str]:
+    """What is printed once at the start."""
+    parameters = sum(p.numel() for p in model.parameters())
+    return {
+        "model": f"{run.model.preset}, {parameters:,} parameters",
+        "data": source.describe(),
+        **derived_values(run),
+        "device": f"{run.train.device}, {run.train.precision}"
+        + (", compiled" if run.train.compile else ""),
+    }
+
+
+def report_validation(
+    reporter: Reporter,
+    metrics: MetricsFile,
+    step: int,
+    loss: float | None,
+    baseline: Baseline | None,
+) -> None:
+    if loss is None or baseline is None:
+        return
+    metrics.write({"step": step, "validation_loss": loss, baseline.name: baseline.nats})
+    reporter.say(f"step {step}  validation loss {loss:.4f}  {baseline.name} {baseline.nats:.4f}")
+
+
+def sample_text(model: Decoder, source: Source, run: Run, device: torch.device) -> str | None:
+    """A continuation of `track.prompt`, where the data is text and the prompt is not empty."""
+    if source.tokenizer is None or not run.track.prompt:
+        return None
+    with autocast(run):
+        return complete(
+            model,
+            source.tokenizer,
+            run.track.prompt,
+            count=SAMPLE_TOKENS,
+            context=run.data.context,
+            seed=run.train.seed,
+        )
+
+
+def due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,89 @@
+"""Speed and memory of a run, from step to step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.attention import pattern_of
+from longspan.config import Run
+from longspan.hardware import peak_flops
+from longspan.models import Decoder
+from longspan.training.device import peak_memory
+from longspan.training.state import State
+
+
+def flops_per_sample(run: Run, model: Decoder) -> float:
+    """Forward and backward FLOPs of one sequence: 6 per matrix weight and token, and attention.
+
+    An embedding that is not also the head is looked up, not multiplied by.
+    """
+    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    if model.head is not None:
+        weights -= model.embedding.weight.numel()
+    attention = pattern_of(run.attention).flops(
+        run.data.context, run.model.heads, run.model.head_dim, is_causal=True
+    )
+    return 6.0 * weights * run.data.context + 3.0 * run.model.layers * attention
+
+
+class Meter:
+    """Collects losses and time between two lines of metrics."""
+
+    def __init__(self, run: Run, model: Decoder, device: torch.device, step: int) -> None:
+        self._run, self._device = run, device
+        self._flops = flops_per_sample(run, model)
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+        self._peak = peak_flops(name)
+        self._step = step
+        self._losses: list[Tensor] = []
+        self._mark = time.perf_counter()
+        self._rates: list[float] = []
+        self.last_loss: float | None = None
+
+    def add(self, loss: Tensor) -> None:
+        self._losses.append(loss)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time in here is not the training's."""
+        start = time.perf_counter()
+        yield
+        self._mark += time.perf_counter() - start
+
+    def line(self, state: State, grad_norm: Tensor) -> dict[str, Any]:
+        """A line of metrics over the steps since the last one; `loss` is their mean."""
+        self.last_loss = torch.stack(self._losses).mean().item()  # waits for the device
+        now = time.perf_counter()
+        samples = len(self._losses) * self._run.train.global_batch
+        samples_per_s = samples / (now - self._mark)
+        self._mark, self._losses, self._step = now, [], state.step
+        rate = samples_per_s * self._run.data.context
+        self._rates.append(rate)
+        return {
+            "step": state.step,
+            "tokens": state.samples * self._run.data.context,
+            "loss": self.last_loss,
+            "lr": state.optimizer.param_groups[0]["lr"],
+            "grad_norm": grad_norm.item(),
+            "tokens_per_s": rate,
+            "mfu": self._flops * samples_per_s / self._peak if self._peak else None,
+            "memory_bytes": peak_memory(self._device),
+        }
+
+    @property
+    def median_rate(self) -> float | None:
+        """Tokens per second, the median of the lines; the first holds the warm-up."""
+        return statistics.median(self._rates) if self._rates else None
+
+    @property
+    def seconds_left(self) -> float:
+        train = self._run.train
+        left = (train.steps - self._step) * train.global_batch * self._run.data.context
+        return left / self._rates[-1]
