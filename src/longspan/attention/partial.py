@@ -55,7 +55,7 @@ def partial_backward(
         )
     elif q.dtype == torch.float32:
         rows = lse.shape[-1]
-        lse = pad(lse, (0, -rows % 32), value=float("inf"))
+        lse = pad(lse, (0, -rows % 32), value=float("inf")).contiguous()
         no_rng = torch.zeros((), dtype=torch.int64)
         grads = _aten._scaled_dot_product_efficient_attention_backward(
             grad_out, q, k, v, None, out, lse, no_rng, no_rng, 0.0,
