@@ -31,7 +31,7 @@ class Section(BaseModel):
 class Model(Section):
     preset: Literal["tiny", "125m", "350m", "1.3b", "7b", "13b"] = "tiny"
     """A size by name; every other key of this section replaces one of its values."""
-    layers: Positive = 4
+    layers: Positive = 2
     hidden: Positive = 128
     heads: Positive = 4
     kv_heads: Positive = 4

@@ -39,6 +39,8 @@ def attend_oracle(
             counts = counts.tril()
         # A key seen c times contributes c·exp(score): log c added to its score, -inf for c = 0.
         scores = scale * q[:, :, head] @ k[:, :, head // group].mT + counts.double().log()
-        weights = scores.softmax(-1).masked_fill((counts == 0).all(-1, keepdim=True), 0.0)
+        uncovered = (counts == 0).all(-1, keepdim=True)
+        scores = scores.masked_fill(uncovered, 0.0)  # a softmax of nothing has no gradient
+        weights = scores.softmax(-1).masked_fill(uncovered, 0.0)
         outputs.append(weights @ v[:, :, head // group])
     return torch.stack(outputs, dim=2)

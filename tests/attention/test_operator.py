@@ -1,0 +1,196 @@
+"""`attend` against the float64 oracle, which is checked by hand and against torch itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from longspan.attention import Dense, Dilated, Pattern, attend, attend_oracle
+from longspan.attention.dilated import dilated_attention
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@st.composite
+def dilated_patterns(draw: st.DrawFn) -> Dilated:
+    branches = draw(
+        st.lists(
+            st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 3, 4])), min_size=1, max_size=3
+        )
+    )
+    return Dilated(tuple(n * r for n, r in branches), tuple(r for _, r in branches))
+
+
+def random_qkv(
+    batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int = 8, **options: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (
+        torch.randn(batch, tokens, h, head_dim, **options)  # type: ignore[call-overload]
+        for h in (heads, kv_heads, kv_heads)
+    )
+    return tuple(x.requires_grad_() for x in (q, k, v))  # type: ignore[return-value]
+
+
+def output_and_gradients(
+    function: object, qkv: tuple[Tensor, ...], grad: Tensor, *args: object, **options: object
+) -> list[Tensor]:
+    out = function(*qkv, *args, **options)  # type: ignore[operator]
+    return [out.detach(), *torch.autograd.grad(out, qkv, grad.to(out.dtype))]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    pattern=st.one_of(st.just(Dense()), dilated_patterns()),
+    tokens=st.integers(1, 29),
+    heads=st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1)]),
+    batch=st.integers(1, 2),
+    is_causal=st.booleans(),
+    scale=st.sampled_from([None, 0.3]),
+)
+def test_equals_the_oracle_with_gradients_through_the_join(
+    pattern: Pattern,
+    tokens: int,
+    heads: tuple[int, int],
+    batch: int,
+    is_causal: bool,
+    scale: float | None,
+) -> None:
+    qkv = random_qkv(batch, tokens, *heads, dtype=torch.float64)
+    grad = torch.randn_like(qkv[0])
+    options = {"is_causal": is_causal, "scale": scale}
+    ours = output_and_gradients(attend, qkv, grad, pattern, **options)
+    oracle = output_and_gradients(attend_oracle, qkv, grad, pattern, **options)
+    for found, expected in zip(ours, oracle, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+def plain_low_precision(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, is_causal: bool
+) -> Tensor:
+    """The oracle's formula as plain PyTorch code in the inputs' own precision."""
+    outputs = []
+    position = torch.arange(q.shape[1])
+    for head in range(q.shape[2]):
+        counts = pattern.counts(position, position, head)
+        counts = (counts.tril() if is_causal else counts).to(q.device)
+        scores = q[:, :, head] @ k[:, :, head].mT * q.shape[3] ** -0.5 + counts.log().to(q.dtype)
+        outputs.append(scores.softmax(-1) @ v[:, :, head])
+    return torch.stack(outputs, dim=2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("tokens", [96, 133])
+def test_low_precision_is_within_twice_the_error_of_plain_code(
+    device: str, dtype: torch.dtype, is_causal: bool, tokens: int
+) -> None:
+    pattern = Dilated((16, 32, 64), (1, 2, 4))
+    qkv = random_qkv(2, tokens, 4, 4, head_dim=32, dtype=dtype, device=device)
+    exact = tuple(x.detach().double().cpu().requires_grad_() for x in qkv)
+    grad = torch.randn_like(qkv[0])
+    ours = output_and_gradients(attend, qkv, grad, pattern, is_causal=is_causal)
+    plain = output_and_gradients(plain_low_precision, qkv, grad, pattern, is_causal=is_causal)
+    oracle = output_and_gradients(attend_oracle, exact, grad.cpu(), pattern, is_causal=is_causal)
+    for index, (found, usual, expected) in enumerate(zip(ours, plain, oracle, strict=True)):
+        allowed = (2 if index == 0 else 3) * (usual.double().cpu() - expected).norm()
+        assert (found.double().cpu() - expected).norm() <= allowed
+
+
+def test_oracle_equals_a_multiset_softmax_written_out_by_hand() -> None:
+    # Two heads, w = 2 r = 1 and w = 4 r = 2. Query 2 of head 0 sees key 2 (branch 1), and keys
+    # 0 and 2 (branch 2): {2, 0, 2}. Query 3 of head 0 is in branch 1 only: {2, 3}.
+    pattern = Dilated((2, 4), (1, 2))
+    q, k, v = (torch.randn(1, 4, 2, 3, dtype=torch.float64) for _ in range(3))
+    out = attend_oracle(q, k, v, pattern, scale=1.0)
+    for query, keys in [(2, [2, 0, 2]), (3, [2, 3])]:
+        weights = torch.stack([q[0, query, 0] @ k[0, key, 0] for key in keys]).softmax(0)
+        expected = sum(w * v[0, key, 0] for w, key in zip(weights, keys, strict=True))
+        torch.testing.assert_close(out[0, query, 0], expected)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_dense_oracle_equals_torch(is_causal: bool) -> None:
+    q, k, v = random_qkv(2, 17, 4, 2, dtype=torch.float64)
+    expected = scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        is_causal=is_causal,
+        enable_gqa=True,
+    ).transpose(1, 2)
+    out = attend_oracle(q, k, v, Dense(), is_causal=is_causal)
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_query_in_no_branch_gives_zeros_and_no_gradient() -> None:
+    qkv = random_qkv(1, 8, 2, 2, dtype=torch.float64)
+    out = attend(*qkv, Dilated((4,), (2,)))
+    assert (out[0, 1::2, 0] == 0).all()
+    assert (out[0, 0::2, 1] == 0).all()
+    assert (out[0, 0::2, 0] != 0).any()
+    grads = torch.autograd.grad(out.sum(), qkv)
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    assert (grads[0][0, 1::2, 0] == 0).all()
+
+
+@pytest.mark.parametrize("pattern", [Dense(), Dilated((8, 16), (1, 4))])
+def test_causality_changing_the_future_moves_nothing(pattern: Pattern) -> None:
+    q, k, v = (x.detach() for x in random_qkv(1, 37, 4, 4))
+    before = attend(q, k, v, pattern)
+    for border in (1, 8, 19, 36):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, border:] = torch.randn_like(x[:, border:])
+        after = attend(*changed, pattern)
+        torch.testing.assert_close(after[:, :border], before[:, :border], rtol=0, atol=0)
+        assert not torch.equal(after[:, border:], before[:, border:])
+
+
+def test_operator_is_registered_completely() -> None:
+    q, k, v = random_qkv(1, 12, 2, 2, dtype=torch.float64)
+    torch.library.opcheck(dilated_attention, (q, k, v, [4, 8], [1, 2], True, 0.3))
+
+
+def test_extra_memory_is_linear_in_tokens() -> None:
+    """Bytes a forward keeps for its backward, beyond its inputs, double with the tokens."""
+
+    def saved_bytes(tokens: int) -> int:
+        qkv = random_qkv(1, tokens, 4, 4)
+        inputs = {x.data_ptr() for x in qkv}
+        kept: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            if x.data_ptr() not in inputs:
+                kept[x.data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            attend(*qkv, Dilated((64, 256), (1, 4)))
+        return sum(kept.values())
+
+    assert saved_bytes(2048) == 2 * saved_bytes(1024) > 0
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 8, 4), (2, 8, 4), (2, 8, 4)), "q must be"),
+        (((2, 8, 4, 8), (2, 9, 4, 8), (2, 9, 4, 8)), "agree in batch, tokens and head_dim"),
+        (((2, 8, 4, 8), (2, 8, 4, 8), (2, 8, 2, 8)), "k and v must have one shape"),
+        (((2, 8, 4, 8), (2, 8, 3, 8), (2, 8, 3, 8)), "must divide the 4 query heads, got 3"),
+    ],
+)
+def test_wrong_shapes_are_told(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend(*(torch.zeros(shape) for shape in shapes), Dense())  # type: ignore[misc]
+
+
+def test_mixed_dtypes_are_told() -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"k is torch\.float64"):
+        attend(x, x.double(), x, Dense())

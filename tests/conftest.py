@@ -1,0 +1,31 @@
+"""Fixtures and the pool of real processes shared by all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.harness import Ranks
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Ranks]:
+    """Processes kept alive across tests; `ranks.run(function, world, *arguments)`."""
+    pool = Ranks()
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(autouse=True)
+def _one_order() -> None:
+    torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(pytest.mark.skip(reason="no CUDA device here"))

@@ -1,0 +1,105 @@
+"""The decoder: counts, causality, layout-free initialisation, options."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+from longspan.config import Model
+from longspan.models import build_decoder, count_parameters
+from longspan.models.decoder import Decoder
+from longspan.runfile import load_run, parse_run
+
+TINY = ["model.hidden=32", "model.heads=4", "data.context=64"]
+
+
+@pytest.mark.parametrize(
+    ("preset", "low", "high"),
+    [
+        ("tiny", 0.3e6, 0.6e6),
+        ("125m", 120e6, 130e6),
+        ("350m", 345e6, 365e6),
+        ("1.3b", 1.27e9, 1.33e9),
+        ("7b", 6.7e9, 7.1e9),
+        ("13b", 12.8e9, 13.4e9),
+    ],
+)
+def test_presets_have_the_size_they_are_named_for(preset: str, low: float, high: float) -> None:
+    model = Model.model_validate({"preset": preset})
+    count = count_parameters(model)
+    assert low < count < high
+    # Published formula: 3hf + (2 + 2k/a)h² a layer, embeddings, and 2 norms a layer and one more.
+    h, f, layers = model.hidden, model.ffn, model.layers
+    formula = layers * (3 * h * f + 4 * h * h + 2 * h) + h
+    formula += (1 if model.tied else 2) * model.vocab * h
+    assert count == formula
+
+
+@pytest.mark.parametrize(
+    "options",
+    [[], ["model.tied=false"], ["model.kv_heads=2"], ["model.sub_layer_norm=true"]],
+    ids=["plain", "untied", "grouped", "sub-layer-norm"],
+)
+def test_loss_equals_plain_cross_entropy_of_its_logits(options: list[str]) -> None:
+    run = load_run(None, [*TINY, *options])
+    model = build_decoder(run, torch.device("cpu"))
+    tokens, targets = torch.randint(256, (2, 2, 50)).unbind()
+    logits = model.hidden(tokens) @ model.head_weight.T
+    expected = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(model(tokens, targets), expected)
+    torch.testing.assert_close(model.next_logits(tokens), logits[:, -1])
+    model(tokens, targets).backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+@pytest.mark.parametrize("kind", ["dense", "dilated"])
+def test_the_future_does_not_move_the_past(kind: str) -> None:
+    model = build_decoder(load_run(None, [*TINY, f"attention.kind={kind}"]), torch.device("cpu"))
+    tokens = torch.randint(256, (1, 60))
+    changed = tokens.clone()
+    changed[:, 41:] = torch.randint(256, (1, 19))
+    before, after = model.hidden(tokens), model.hidden(changed)
+    assert torch.equal(before[:, :41], after[:, :41])
+    assert not torch.equal(before[:, 41:], after[:, 41:])
+
+
+def test_weights_depend_on_seed_and_name_only() -> None:
+    def weights(*overrides: str) -> dict[str, torch.Tensor]:
+        run = load_run(None, [*TINY, *overrides])
+        return build_decoder(run, torch.device("cpu")).state_dict()
+
+    small, deep, other = weights(), weights("model.layers=3"), weights("train.seed=1")
+    assert torch.equal(small["embedding.weight"], deep["embedding.weight"])
+    assert torch.equal(small["blocks.1.mlp.up.weight"], deep["blocks.1.mlp.up.weight"])
+    assert not torch.equal(small["embedding.weight"], other["embedding.weight"])
+    assert not torch.equal(small["blocks.0.mlp.up.weight"], small["blocks.1.mlp.up.weight"])
+
+
+def test_init_has_the_published_spread() -> None:
+    def spread(name: str, **model: object) -> float:
+        run = parse_run({"model": {"hidden": 256, "heads": 4, "layers": 2, **model}})
+        weights = build_decoder(run, torch.device("cpu")).state_dict()
+        return float(weights[name].std())
+
+    small = math.sqrt(2 / (5 * 256))
+    assert spread("blocks.0.attention.query.weight") == pytest.approx(small, rel=0.02)
+    assert spread("blocks.0.attention.out.weight") == pytest.approx(small / 2, rel=0.02)
+    xavier = math.sqrt(2 / (256 + 256))
+    gain = math.sqrt(math.log(4))
+    magneto = {"sub_layer_norm": True}
+    assert spread("blocks.0.attention.query.weight", **magneto) == pytest.approx(xavier, rel=0.02)
+    assert spread("blocks.1.attention.out.weight", **magneto) == pytest.approx(
+        gain * xavier, rel=0.02
+    )
+
+
+def test_sub_layer_norm_stands_before_the_last_projections() -> None:
+    model = build_decoder(load_run(None, [*TINY, "model.sub_layer_norm=true"]), torch.device("cpu"))
+    names = dict(model.named_parameters())
+    assert "blocks.0.attention.norm.weight" in names
+    assert names["blocks.0.mlp.norm.weight"].shape == names["blocks.0.mlp.down.weight"].shape[1:]
+    plain: Decoder = build_decoder(load_run(None, TINY), torch.device("cpu"))
+    assert "blocks.0.attention.norm.weight" not in dict(plain.named_parameters())

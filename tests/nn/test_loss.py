@@ -1,0 +1,81 @@
+"""The chunked loss against torch's cross-entropy, and what it holds."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longspan.nn import cross_entropy_sum
+
+
+def inputs(tokens: int, width: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    hidden = torch.randn(2, tokens, width, dtype=dtype, requires_grad=True)
+    weight = torch.randn(vocab, width, dtype=dtype, requires_grad=True)
+    targets = torch.randint(vocab, (2, tokens))
+    targets[torch.rand(2, tokens) < 0.3] = -100
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("rows", [1, 7, 1000])
+def test_equals_torch_with_gradients(rows: int) -> None:
+    hidden, weight, targets = inputs(13, 8, 11, torch.float64)
+    ours = cross_entropy_sum(hidden, weight, targets, chunk_elements=rows * 11)
+    expected = cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(ours, expected)
+    # A factor in between, so that the incoming gradient counts.
+    found = torch.autograd.grad(ours * 0.37, (hidden, weight))
+    wanted = torch.autograd.grad(expected * 0.37, (hidden, weight))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_targets_that_are_all_ignored_give_zero() -> None:
+    hidden, weight, targets = inputs(5, 4, 6, torch.float32)
+    loss = cross_entropy_sum(hidden, weight, torch.full_like(targets, -100))
+    grads = torch.autograd.grad(loss, (hidden, weight))
+    assert loss.item() == 0
+    assert all((grad == 0).all() for grad in grads)
+
+
+def test_autocast_multiplies_in_bf16_and_sums_in_fp32() -> None:
+    hidden, weight, targets = inputs(40, 16, 32, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cross_entropy_sum(hidden, weight, targets, chunk_elements=320)
+    exact = cross_entropy_sum(hidden.double(), weight.double(), targets)
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-2)
+    loss.backward()
+    assert hidden.grad is not None
+    assert hidden.grad.dtype == torch.float32
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the most elements that any operator's output has."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, Tensor):
+            self.largest = max(self.largest, out.numel())
+        return out
+
+
+@pytest.mark.parametrize("tokens", [64, 512])
+def test_no_tensor_holds_tokens_by_vocabulary(tokens: int) -> None:
+    vocab, width, rows = 500, 4, 16
+    hidden, weight, targets = inputs(tokens, width, vocab, torch.float32)
+    with LargestTensor() as seen:
+        cross_entropy_sum(hidden, weight, targets, chunk_elements=rows * vocab).backward()
+    assert seen.largest == max(rows * vocab, 2 * tokens * width)
+    assert seen.largest < tokens * vocab
+
+
+def test_wrong_shapes_are_told() -> None:
+    with pytest.raises(ValueError, match=r"got \(2, 3, 4\), \(7, 5\) and \(2, 3\)"):
+        cross_entropy_sum(
+            torch.zeros(2, 3, 4), torch.zeros(7, 5), torch.zeros(2, 3, dtype=torch.int64)
+        )
