@@ -42,12 +42,10 @@ class Checkpoint:
 
 
 def save(folder: Path, step: int, groups: Groups, state: dict[str, Any]) -> Path:
-    """Write a checkpoint of `step` into `folder`, replacing one of the same step."""
+    """Write the checkpoint of `step` into `folder`, which must not hold one of that step."""
     target = folder / f"step-{step:08d}"
     for leftover in folder.glob(".step-*.tmp"):  # of a process that was killed while saving
         shutil.rmtree(leftover)
-    if target.exists():
-        shutil.rmtree(target)
     with new_folder(target) as draft:
         files = {}
         for group, tensors in groups.items():

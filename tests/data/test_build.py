@@ -1,0 +1,156 @@
+"""`data build` from each kind of input, and what a damaged folder says."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from longspan.data.build import build
+from longspan.data.shards import inspect_folder, map_shard, read_index
+from longspan.data.tokenizer import JsonTokenizer
+from longspan.errors import UserError
+
+
+def documents(folder: Path, split: str) -> list[bytes]:
+    """The documents of a byte-level folder, read by the format's description alone."""
+    index = json.loads((folder / "index.json").read_text())
+    found = []
+    for shard in index["shards"]:
+        content = (folder / shard["file"]).read_bytes()
+        assert hashlib.sha256(content).hexdigest() == shard["sha256"]
+        if shard["split"] == split:
+            starts = [0, *shard["document_ends"][:-1]]
+            found += [content[a:b] for a, b in zip(starts, shard["document_ends"], strict=True)]
+    return found
+
+
+def test_text_file_and_folder(tmp_path: Path) -> None:
+    (tmp_path / "in" / "deep").mkdir(parents=True)
+    (tmp_path / "in" / "b.txt").write_text("zwei ü")
+    (tmp_path / "in" / "deep" / "a.md").write_text("one")
+    (tmp_path / "in" / ".hidden").write_text("no")
+    (tmp_path / "in" / "image.png").write_bytes(b"\x89PNG\0\0")
+    (tmp_path / "single.txt").write_text("three")
+    build([tmp_path / "in", tmp_path / "single.txt"], tmp_path / "out", validation=0)
+    expected = ["zwei ü\0".encode(), b"one\0", b"three\0"]
+    assert documents(tmp_path / "out", "train") == expected
+    assert documents(tmp_path / "out", "validation") == []
+
+
+def test_jsonl_with_a_named_field(tmp_path: Path) -> None:
+    lines = [json.dumps({"body": text}) for text in ("eins", "zwei")]
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n\n")
+    build([tmp_path / "in.jsonl"], tmp_path / "out", field_name="body", validation=0)
+    assert documents(tmp_path / "out", "train") == [b"eins\0", b"zwei\0"]
+    with pytest.raises(UserError, match=r"line 1 has no text under 'text' \(it has body\)"):
+        build([tmp_path / "in.jsonl"], tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+def test_hugging_face_datasets_on_disk(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    plain = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    plain.save_to_disk(str(tmp_path / "plain"))
+    build([tmp_path / "plain"], tmp_path / "one", validation=0)
+    assert documents(tmp_path / "one", "train") == [b"a\0", b"b\0"]
+    splits = datasets.DatasetDict(
+        train=plain, test=datasets.Dataset.from_dict({"text": ["held out"]})
+    )
+    splits.save_to_disk(str(tmp_path / "splits"))
+    build([tmp_path / "splits"], tmp_path / "two", validation=0)
+    assert documents(tmp_path / "two", "train") == [b"a\0", b"b\0"]
+    assert documents(tmp_path / "two", "validation") == [b"held out\0"]
+
+
+def test_a_tokenizers_json_file(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {word: n for n, word in enumerate(["<eos>", "the", "cat", "sat"])}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "words.json"))
+    (tmp_path / "in.txt").write_text("the cat sat the")
+    build([tmp_path / "in.txt"], tmp_path / "out", tokenizer=tmp_path / "words.json", validation=0)
+    index = read_index(tmp_path / "out")
+    assert map_shard(tmp_path / "out", index, index.shards[0]).tolist() == [1, 2, 3, 1, 0]
+    copied = JsonTokenizer(tmp_path / "out" / "tokenizer.json")
+    assert copied.decode([2, 3]) == "cat sat"
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(256, "uint8"), (257, "uint16"), (65537, "uint32")])
+def test_tokens_take_the_smallest_type(vocab: int, dtype: str) -> None:
+    from longspan.data.shards import dtype_for
+
+    assert dtype_for(vocab) == dtype
+    assert np.iinfo(dtype).max >= vocab - 1
+
+
+def test_equal_documents_never_stand_on_both_sides_and_builds_repeat(tmp_path: Path) -> None:
+    texts = [f"text {n % 60}" for n in range(300)]
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
+    for name in ("one", "two"):
+        build([tmp_path / "in.jsonl"], tmp_path / name, validation=0.3)
+    train, held = (documents(tmp_path / "one", split) for split in ("train", "validation"))
+    assert not set(train) & set(held)
+    assert 0.1 < len(held) / 300 < 0.5
+    index = "index.json"
+    assert (tmp_path / "one" / index).read_text() == (tmp_path / "two" / index).read_text()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "in.txt").write_text("some text " * 20)
+    build([tmp_path / "in.txt"], tmp_path / "out", validation=0)
+    return tmp_path / "out"
+
+
+def test_info_reports_what_is_there(folder: Path) -> None:
+    assert inspect_folder(folder)["splits"]["train"] == {
+        "shards": 1,
+        "tokens": 201,
+        "documents": 1,
+        "longest": 201,
+    }
+
+
+def test_a_flipped_bit_is_found_by_info(folder: Path) -> None:
+    shard = folder / "train-00000.bin"
+    content = bytearray(shard.read_bytes())
+    content[17] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(UserError, match=r"train-00000\.bin is damaged"):
+        inspect_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "other"}, "its format is 'other'"),
+        ({"dtype": "float32"}, "dtype must be one of uint8, uint16, uint32"),
+        ({"shards": [{"file": "x.bin"}]}, "is not a longspan-tokens-1 index"),
+    ],
+)
+def test_a_wrong_index_is_told(folder: Path, change: dict[str, object], message: str) -> None:
+    path = folder / "index.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with pytest.raises(UserError, match=message):
+        read_index(folder)
+
+
+def test_an_index_cannot_name_files_elsewhere(folder: Path) -> None:
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    index["shards"][0]["file"] = "../in.txt"
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match="plain file names"):
+        read_index(folder)
+
+
+def test_an_existing_folder_is_not_overwritten(folder: Path) -> None:
+    before = (folder / "index.json").read_text()
+    with pytest.raises(UserError, match="exists already"):
+        build([folder.parent / "in.txt"], folder)
+    assert (folder / "index.json").read_text() == before

@@ -1,0 +1,135 @@
+"""Samples: a pure function of (seed, index), every window once, documents kept."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from longspan.config import Data, Model
+from longspan.data import batch_of, count_targets, open_source
+from longspan.data.build import build
+from longspan.data.source import IGNORED, RecallSource, Sample, TokenSource, bigram_nats
+from longspan.errors import UserError
+
+MODEL = Model()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Forty documents of 10 to 49 bytes in several small shards."""
+    root = tmp_path_factory.mktemp("data")
+    (root / "texts").mkdir()
+    for n in range(40):
+        (root / "texts" / f"{n:02d}.txt").write_text(chr(65 + n) * (10 + n))
+    build([root / "texts"], root / "shards", validation=0.2, shard_tokens=200)
+    return root / "shards"
+
+
+def open_folder(folder: Path, context: int) -> TokenSource:
+    source = open_source(Data(source=str(folder), context=context), MODEL)
+    assert isinstance(source, TokenSource)
+    return source
+
+
+def test_an_epoch_holds_every_window_once_whatever_the_batch(folder: Path) -> None:
+    source = open_folder(folder, 16)
+    windows = source.windows("train")
+    assert len([shard for shard in folder.glob("train-*.bin")]) > 2
+    stream = source.splits["train"].read(0, source.splits["train"].total)
+    expected = sorted(tuple(stream[i * 16 : i * 16 + 16]) for i in range(windows))
+    for epoch in (0, 1, 2):
+        indices = range(epoch * windows, (epoch + 1) * windows)
+        assert sorted(tuple(source.sample(5, i).tokens) for i in indices) == expected
+    orders = [[tuple(source.sample(s, i).tokens) for i in range(windows)] for s in (0, 1)]
+    assert orders[0] != orders[1]
+
+
+def test_a_sample_depends_on_seed_and_index_only(folder: Path) -> None:
+    first, second = open_folder(folder, 16), open_folder(folder, 16)
+    forwards = [first.sample(7, index) for index in range(30)]
+    backwards = [second.sample(7, index) for index in reversed(range(30))][::-1]
+    for a, b in zip(forwards, backwards, strict=True):
+        assert np.array_equal(a.tokens, b.tokens)
+        assert np.array_equal(a.targets, b.targets)
+
+
+def test_documents_are_kept_and_no_target_crosses_them(folder: Path) -> None:
+    source = open_folder(folder, 64)
+    for index in range(source.windows("train")):
+        sample = source.sample(0, index)
+        ends = sample.tokens == 0  # NUL ends a document
+        assert np.array_equal(np.cumsum(ends) - ends, sample.documents)
+        # After an end there is no target; elsewhere it is the next token.
+        assert (sample.targets[ends] == IGNORED).all()
+        inside = ~ends[:-1]
+        assert np.array_equal(sample.targets[:-1][inside], sample.tokens[1:][inside])
+
+
+def test_validation_is_apart_from_training_and_has_no_seed(folder: Path) -> None:
+    source = open_folder(folder, 16)
+    samples = source.validation_samples(1000)
+    assert len(samples) == source.windows("validation") > 0
+    assert len(source.validation_samples(2)) == 2
+    train = set(source.splits["train"].read(0, source.splits["train"].total))
+    validation = set(source.splits["validation"].read(0, source.splits["validation"].total))
+    assert train & validation == {0}  # each document is one letter, repeated
+
+
+def test_builtin_is_the_standard_library_split_by_file() -> None:
+    source = open_source(Data(context=4096), MODEL)
+    assert isinstance(source, TokenSource)
+    train, validation = (source.splits[s] for s in ("train", "validation"))
+    assert train.total > 5_000_000
+    assert 0.02 < validation.total / train.total < 0.2
+    texts = [t.read(0, t.total).astype(np.uint8).tobytes() for t in (train, validation)]
+    argparse_source = Path(__import__("argparse").__file__).read_bytes()
+    assert sum(argparse_source in text for text in texts) == 1
+    assert source.fingerprint == open_source(Data(context=64), MODEL).fingerprint
+
+
+def test_recall_asks_for_what_was_told() -> None:
+    source = RecallSource(context=200, pairs=8, vocab=64)
+    sample = source.sample(0, 3)
+    told = dict(zip(sample.tokens[0:16:2], sample.tokens[1:16:2], strict=True))
+    asked = np.flatnonzero(sample.targets != IGNORED)
+    assert len(told) == len(asked) == 8
+    assert asked.min() >= 200 - 16
+    assert [told[key] for key in sample.tokens[asked]] == list(sample.targets[asked])
+    # Keys are nowhere but where they are told and asked.
+    assert np.isin(sample.tokens[16:184], list(told)).sum() == 0
+    assert not np.array_equal(source.sample(0, 4).tokens, sample.tokens)
+    assert not np.array_equal(source.sample(1, 3).tokens, sample.tokens)
+    assert np.array_equal(source.sample(0, 3).tokens, sample.tokens)
+    assert source.baseline([sample]).nats == pytest.approx(math.log(32))
+
+
+def test_bigram_nats_equals_its_definition() -> None:
+    tokens = np.array([1, 2, 1, 3, 1, 2, 2])
+    targets = np.array([2, 1, 3, 1, 2, IGNORED, 1])
+    # After 1: 2, 3, 2. After 2: 1, 1. After 3: 1.
+    expected = (2 * math.log(3 / 2) + math.log(3)) / 6
+    sample = Sample(tokens, targets, np.zeros(7, dtype=np.int64))
+    assert bigram_nats([sample]) == pytest.approx(expected)
+    assert count_targets([sample, sample]) == 12
+
+
+def test_batch_stacks_samples(folder: Path) -> None:
+    source = open_folder(folder, 16)
+    samples = [source.sample(0, index) for index in range(3)]
+    batch = batch_of(samples, torch.device("cpu"))
+    assert batch.tokens.shape == batch.targets.shape == batch.documents.shape == (3, 16)
+    assert batch.tokens[2].tolist() == samples[2].tokens.tolist()
+
+
+def test_too_long_a_context_is_told(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"holds .* tokens, fewer than one sample of .* 100,001"):
+        open_folder(folder, 100_000)
+
+
+def test_too_small_a_vocabulary_is_told(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"set model\.vocab=256"):
+        open_source(Data(source=str(folder), context=16), Model(vocab=100))

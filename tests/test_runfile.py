@@ -1,0 +1,181 @@
+"""Run files: TOML, YAML, overrides, and every problem told at once."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longspan.config import Layout, Run, derived_values
+from longspan.errors import UserError
+from longspan.runfile import dump_run, load_run, parse_run
+
+
+def problems(*overrides: str, tables: dict[str, object] | None = None) -> dict[str, str]:
+    """Path to message of what is wrong with the built-in run under these overrides."""
+    with pytest.raises(UserError) as error:
+        parse_run(tables) if tables else load_run(None, overrides)
+    lines = str(error.value).splitlines()[1:]
+    return {line.split()[0]: line.strip().split(maxsplit=1)[1] for line in lines}
+
+
+def test_toml_yaml_and_overrides_give_the_same_run(tmp_path: Path) -> None:
+    toml, yaml = tmp_path / "run.toml", tmp_path / "run.yaml"
+    toml.write_text('[model]\npreset = "125m"\n[train]\nlr = 3e-4\nsteps = 7\n')
+    yaml.write_text("model: {preset: 125m}\ntrain:\n  lr: 3e-4\n  steps: 7\n")
+    from_toml = load_run(toml)
+    assert from_toml == load_run(yaml)
+    (tmp_path / "empty.toml").write_text("")
+    overrides = ["model.preset=125m", "train.lr=3e-4", "train.steps=7"]
+    assert from_toml == load_run(tmp_path / "empty.toml", overrides)
+    assert from_toml.model.hidden == 768
+    assert from_toml.attention.segment_lengths == (2048, 4096, 8192)
+
+
+def test_a_dumped_run_reads_back_the_same(tmp_path: Path) -> None:
+    run = load_run(None, ["train.compile=false", 'data.source=a b"c', "train.base_batch=4"])
+    (tmp_path / "run.toml").write_text(dump_run(run))
+    assert load_run(tmp_path / "run.toml") == run
+
+
+def test_presets_fill_what_is_not_given() -> None:
+    run = load_run(None, ["model.preset=350m", "model.hidden=512", "model.heads=8"])
+    assert (run.model.layers, run.model.kv_heads, run.model.ffn) == (24, 8, 1408)
+    assert run.attention.dilation_rates == (1, 2, 4, 8)
+    dense = load_run(None, ["attention.kind=dense"])
+    assert dense.attention.segment_lengths == ()
+
+
+def test_all_problems_come_at_once_with_path_cause_and_cure() -> None:
+    found = problems(
+        "train.lr=-1",
+        "model.headz=3",
+        "trian.steps=3",
+        "attention.kind=dilted",
+        "train.steps=1.5",
+        "train.compile=maybe",
+        "model.warmup=3",
+        "data.context=many",
+        "checkpoint.keep=0",
+    )
+    assert found == {
+        "trian": "unknown section; did you mean 'train'?",
+        "model.headz": "unknown key; did you mean 'heads'?",
+        "model.warmup": "unknown key; did you mean train.warmup?",
+        "attention.kind": "expected 'dense' or 'dilated', got 'dilted'; did you mean 'dilated'?",
+        "data.context": "expected a valid integer, got 'many'; the default is 4096",
+        "train.steps": "expected a valid integer, got 1.5; the default is 200",
+        "train.lr": "expected a number greater than 0, got -1; the default is 0.001",
+        "train.compile": "expected 'auto', True or False, got 'maybe'",
+        "checkpoint.keep": "expected a number greater than or equal to 1, got 0; the default is 2",
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "message"),
+    [
+        (["model.heads=3"], "model.heads", "3 does not divide model.hidden = 128: use 2"),
+        (["model.hidden=12", "model.heads=4"], "model.heads", "= 3 must be even"),
+        (["model.kv_heads=3"], "model.kv_heads", "does not divide model.heads = 4: use 2"),
+        (["train.micro_batch=4", "train.global_batch=6"], "train.global_batch", "use 8"),
+        (["train.lr_scaling=linear"], "train.base_batch", "is needed by lr_scaling"),
+        (["train.schedule=wsd"], "train.decay", "is needed by schedule"),
+        (["train.schedule=wsd", "train.decay=500"], "train.decay", "more than train.steps = 400"),
+        (["layout.tensor=2"], "layout", "tensor 2 needs 2 processes and there are 1"),
+        (["layout.tensor=-1"], "layout", "only one axis can be -1"),
+        (["layout.tensor=0"], "layout", "tensor must be at least 1, or -1"),
+        (["attention.kind=dense", "attention.dilation_rates=[1]"], "attention", "remove it"),
+        (
+            ["attention.segment_lengths=[6]", "attention.dilation_rates=[4]"],
+            "attention.segment_lengths",
+            "segment length 6 must be a multiple of its dilation rate 4: use 8",
+        ),
+        (["data.source=recall", "data.context=32"], "data.context", "need at least 66"),
+        (["data.source=recall", "data.recall_pairs=200"], "data.recall_pairs", "has 128 keys"),
+        (["train.precision=fp16", "train.device=cpu"], "train.precision", "needs a GPU"),
+        (["engine.name=deepspeed"], "engine.name", "expected 'native', got 'deepspeed'"),
+    ],
+)
+def test_rules_between_values_say_what_to_change(
+    overrides: list[str], path: str, message: str
+) -> None:
+    found = problems(*overrides)
+    assert any(key.startswith(path) and message in text for key, text in found.items()), found
+
+
+def test_rules_hold_even_where_another_section_is_wrong() -> None:
+    found = problems("model.heads=3", "train.lr=abc")
+    assert set(found) == {"model.heads", "train.lr"}
+
+
+def test_a_section_that_is_no_table_is_told() -> None:
+    assert "expected a table, [model], got 3" in problems(tables={"model": 3})["model"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("run.toml", "[train\n", "is not valid TOML"),
+        ("run.yaml", "a: [", "is not valid YAML"),
+        ("run.yaml", "- 1", "must hold one table per section"),
+        ("run.json", "{}", "must end in .toml, .yaml or .yml"),
+        ("run.toml", "\xff", "not UTF-8"),
+    ],
+)
+def test_unreadable_files_are_told(tmp_path: Path, name: str, content: str, message: str) -> None:
+    (tmp_path / name).write_bytes(content.encode("latin-1"))
+    with pytest.raises(UserError, match=message):
+        load_run(tmp_path / name)
+
+
+def test_yaml_cannot_build_objects(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("train: !!python/object/apply:os.system ['true']")
+    with pytest.raises(UserError, match="is not valid YAML"):
+        load_run(tmp_path / "run.yaml")
+
+
+@pytest.mark.parametrize("override", ["steps=3", "train.steps", ".steps=3", "train.=3"])
+def test_malformed_overrides_are_told(override: str) -> None:
+    with pytest.raises(UserError, match=r"must look like section\.key=value"):
+        load_run(None, [override])
+
+
+def test_the_run_is_frozen() -> None:
+    run = load_run(None)
+    with pytest.raises(ValueError, match="frozen"):
+        run.train.steps = 3  # type: ignore[misc]
+
+
+def test_layout_fills_in_the_rest() -> None:
+    layout = Layout(replicate=2, tensor=2)
+    assert layout.resolve(8) == {
+        "replicate": 2,
+        "shard": 2,
+        "sequence": 1,
+        "tensor": 2,
+        "pipeline": 1,
+    }
+    with pytest.raises(ValueError, match="needs 4 processes and there are 6"):
+        layout.resolve(6)
+
+
+def test_derived_values_are_shown() -> None:
+    run = load_run(None, ["train.micro_batch=2", "train.global_batch=8", "data.context=1024"])
+    derived = derived_values(run)
+    assert derived["batch"] == "8 = micro 2 × accumulation 4 × data-parallel 1"
+    assert derived["tokens"] == "8,192 a step × 400 steps = 3,276,800"
+
+
+def test_schema_describes_every_key() -> None:
+    schema = Run.model_json_schema()
+    train = schema["$defs"]["Train"]["properties"]
+    assert train["clip"]["description"].startswith("Largest global gradient norm")
+    assert json.dumps(schema)
+
+
+def test_config_imports_no_torch() -> None:
+    code = "import sys, longspan.cli, longspan.runfile; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,221 @@
+"""The loop: resume, accumulation, precision, evaluation, the folder it leaves."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from longspan.config import Run
+from longspan.data.build import build
+from longspan.errors import Diverged, UserError
+from longspan.runfile import load_run
+from longspan.training import Result, load_trained, train
+
+SMALL = [
+    "model.hidden=32",
+    "model.layers=2",
+    "model.heads=2",
+    "attention.segment_lengths=[16,64]",
+    "attention.dilation_rates=[1,4]",
+    "data.context=64",
+    "train.warmup=2",
+    "train.eval_samples=3",
+    "track.log_every=1",
+    "track.prompt=",
+    "checkpoint.keep=10",
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("shards")
+    words = [
+        "the",
+        "quick",
+        "brown",
+        "fox",
+        "jumps",
+        "over",
+        "a",
+        "lazy",
+        "dog",
+        "and",
+        "then",
+        "sleeps",
+    ]
+    (root / "in").mkdir()
+    for n in range(30):
+        text = " ".join(words[(n * i * i + i) % len(words)] for i in range(120))
+        (root / "in" / f"{n}.txt").write_text(text)
+    build([root / "in"], root / "out", validation=0.2)
+    return root / "out"
+
+
+def small_run(shards: Path, *overrides: str) -> Run:
+    return load_run(None, [*SMALL, f"data.source={shards}", *overrides])
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [line["loss"] for line in metrics(run_dir) if "loss" in line]
+
+
+def checkpoint_files(run_dir: Path, step: int) -> dict[str, bytes]:
+    folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_forty_steps_equal_twenty_and_twenty_byte_for_byte(shards: Path, tmp_path: Path) -> None:
+    run = small_run(shards, "train.steps=40", "train.global_batch=2", "checkpoint.every=20")
+    train(run, tmp_path / "whole")
+    # The second folder is the first as it was at step 20, and goes on from there.
+    shutil.copytree(tmp_path / "whole", tmp_path / "halves")
+    shutil.rmtree(tmp_path / "halves" / "checkpoints" / "step-00000040")
+    torch.manual_seed(12345)  # what the process drew before must not enter
+    train(run, tmp_path / "halves", resume=True)
+    whole, halves = (checkpoint_files(tmp_path / name, 40) for name in ("whole", "halves"))
+    assert whole == halves
+    assert set(whole) == {
+        "manifest.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+        "rng.safetensors",
+    }
+    assert losses(tmp_path / "whole") == losses(tmp_path / "halves")
+    first = checkpoint_files(tmp_path / "whole", 20)["model.safetensors"]
+    assert first != whole["model.safetensors"]
+
+
+@pytest.mark.parametrize("micro", [1, 2, 4])
+def test_accumulation_does_not_change_the_losses(shards: Path, tmp_path: Path, micro: int) -> None:
+    # Windows hold different numbers of targets, which a mean of means would get wrong.
+    options = ["train.steps=6", "train.global_batch=8", "train.lr=1e-2"]
+    train(small_run(shards, *options, "train.micro_batch=8"), tmp_path / "at-once")
+    train(small_run(shards, *options, f"train.micro_batch={micro}"), tmp_path / "in-parts")
+    at_once, in_parts = losses(tmp_path / "at-once"), losses(tmp_path / "in-parts")
+    assert len(at_once) == 6
+    assert at_once[-1] < at_once[0]
+    assert in_parts == pytest.approx(at_once, rel=1e-6)
+
+
+def test_a_resumed_run_may_change_its_batch_and_goes_on_in_the_data(
+    shards: Path, tmp_path: Path
+) -> None:
+    train(small_run(shards, "train.steps=4", "train.global_batch=2"), tmp_path / "run")
+    train(small_run(shards, "train.steps=6", "train.global_batch=4"), tmp_path / "run", resume=True)
+    manifest = json.loads(checkpoint_files(tmp_path / "run", 6)["manifest.json"])
+    assert manifest["state"]["samples"] == 4 * 2 + 2 * 4
+    assert [line["tokens"] for line in metrics(tmp_path / "run") if "tokens" in line] == [
+        128, 256, 384, 512, 768, 1024,
+    ]  # fmt: skip
+
+
+def test_it_learns_and_reports(shards: Path, tmp_path: Path) -> None:
+    run = small_run(
+        shards, "train.steps=60", "train.lr=1e-2", "train.eval_every=20", "track.prompt=the "
+    )
+    result = train(run, tmp_path / "run")
+    assert isinstance(result, Result)
+    assert result.validation_loss is not None
+    assert result.validation_loss < 0.7 * math.log(256)
+    evaluations = [line for line in metrics(tmp_path / "run") if "validation_loss" in line]
+    assert [line["step"] for line in evaluations] == [20, 40, 60]
+    assert evaluations[-1]["validation_loss"] == result.validation_loss
+    assert evaluations[-1]["bigram"] == result.baseline_loss
+    assert result.sample is not None
+    assert result.sample.startswith("the ")
+    assert load_run(tmp_path / "run" / "run.toml").train.precision == "fp32"
+    environment = json.loads((tmp_path / "run" / "env.json").read_text())
+    assert environment["packages"]["torch"] == torch.__version__
+    assert not any("KEY" in key or "TOKEN" in key for key in environment)
+
+
+def test_the_trained_model_is_what_was_saved(shards: Path, tmp_path: Path) -> None:
+    train(small_run(shards, "train.steps=3"), tmp_path / "run")
+    _, model, step = load_trained(tmp_path / "run")
+    weights = load_file(tmp_path / "run" / "checkpoints" / "step-00000003" / "model.safetensors")
+    assert step == 3
+    assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+def test_bf16_trains_with_fp32_weights(shards: Path, tmp_path: Path) -> None:
+    options = ["train.steps=4", "data.context=32", "model.layers=1", "model.sub_layer_norm=true"]
+    train(small_run(shards, *options), tmp_path / "fp32")
+    train(small_run(shards, *options, "train.precision=bf16"), tmp_path / "bf16")
+    exact, rounded = losses(tmp_path / "fp32"), losses(tmp_path / "bf16")
+    assert rounded == pytest.approx(exact, rel=2e-2)
+    assert rounded != exact
+    weights = load_file(tmp_path / "bf16" / "checkpoints" / "step-00000004" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
+def test_gpu_training_equals_cpu_within_its_precision(
+    shards: Path, tmp_path: Path, precision: str
+) -> None:
+    options = ["train.steps=8", "train.global_batch=2", "model.hidden=64"]
+    train(small_run(shards, *options, "train.device=cpu"), tmp_path / "cpu")
+    gpu = [f"train.precision={precision}", "train.device=cuda"]
+    train(small_run(shards, *options, *gpu), tmp_path / "gpu")
+    tolerance = 1e-4 if precision == "fp32" else 2e-2
+    assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=tolerance)
+    manifest = json.loads(checkpoint_files(tmp_path / "gpu", 8)["manifest.json"])
+    assert bool(manifest["state"]["scaler"]) == (precision == "fp16")
+
+
+def test_compiled_blocks_give_the_same_losses(shards: Path, tmp_path: Path) -> None:
+    options = ["train.steps=2", "model.layers=1"]
+    train(small_run(shards, *options), tmp_path / "eager")
+    train(small_run(shards, *options, "train.compile=true"), tmp_path / "compiled")
+    assert losses(tmp_path / "compiled") == pytest.approx(losses(tmp_path / "eager"), rel=1e-5)
+
+
+def test_clipping_bounds_the_step_and_reports_the_norm_before_it(
+    shards: Path, tmp_path: Path
+) -> None:
+    train(small_run(shards, "train.steps=1", "train.clip=0"), tmp_path / "free")
+    train(small_run(shards, "train.steps=1", "train.clip=0.01"), tmp_path / "clipped")
+    free, clipped = (metrics(tmp_path / name)[0]["grad_norm"] for name in ("free", "clipped"))
+    assert free == clipped > 0.01
+    moments = [
+        load_file(tmp_path / name / "checkpoints" / "step-00000001" / "optimizer.safetensors")
+        for name in ("free", "clipped")
+    ]
+    name = "blocks.0.mlp.up.weight.exp_avg"
+    torch.testing.assert_close(moments[1][name], moments[0][name] * 0.01 / free, rtol=1e-4, atol=0)
+
+
+def test_a_loss_that_is_no_number_ends_the_run(shards: Path, tmp_path: Path) -> None:
+    run = small_run(shards, "train.steps=50", "train.lr=1e30", "train.warmup=0", "train.clip=0")
+    with pytest.raises(Diverged, match=r"lower train\.lr"):
+        train(run, tmp_path / "run")
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
+def test_resume_refuses_other_data_and_another_model(shards: Path, tmp_path: Path) -> None:
+    train(small_run(shards, "train.steps=2"), tmp_path / "run")
+    (tmp_path / "in.txt").write_text("other words " * 40)
+    build([tmp_path / "in.txt"], tmp_path / "other", validation=0)
+    with pytest.raises(UserError, match="the data is not what"):
+        train(small_run(tmp_path / "other", "train.steps=4"), tmp_path / "run", resume=True)
+    with pytest.raises(UserError, match=r"differ at .*: the run has .*, the checkpoint"):
+        train(small_run(shards, "model.hidden=64"), tmp_path / "run", resume=True)
+
+
+def test_recall_trains_on_its_answers_only(tmp_path: Path) -> None:
+    overrides = ["data.source=recall", "data.recall_pairs=4", "model.vocab=32", "train.steps=2"]
+    result = train(load_run(None, [*SMALL, *overrides]), tmp_path / "run")
+    assert result.baseline == "chance"
+    assert result.baseline_loss == pytest.approx(math.log(16))
+    assert result.sample is None
