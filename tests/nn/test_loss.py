@@ -32,6 +32,14 @@ def test_equals_torch_with_gradients(rows: int) -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_a_second_backward_is_refused() -> None:
+    hidden, weight, targets = inputs(5, 4, 6, torch.float32)
+    loss = cross_entropy_sum(hidden, weight, targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 def test_targets_that_are_all_ignored_give_zero() -> None:
     hidden, weight, targets = inputs(5, 4, 6, torch.float32)
     loss = cross_entropy_sum(hidden, weight, torch.full_like(targets, -100))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from longspan.attention import Pattern, attend, pattern_of
 from longspan.config import Model, Run
-from longspan.nn import SwiGLU, apply_rope, cross_entropy_sum, rope_table
+from longspan.nn import RMSNorm, SwiGLU, apply_rope, cross_entropy_sum, rope_table
 
 
 class SelfAttention(nn.Module):
@@ -25,7 +25,7 @@ class SelfAttention(nn.Module):
         self.query = nn.Linear(model.hidden, wide, bias=False)
         self.key = nn.Linear(model.hidden, narrow, bias=False)
         self.value = nn.Linear(model.hidden, narrow, bias=False)
-        self.norm = nn.RMSNorm(wide, eps=1e-6) if model.sub_layer_norm else nn.Identity()
+        self.norm = RMSNorm(wide) if model.sub_layer_norm else nn.Identity()
         self.out = nn.Linear(wide, model.hidden, bias=False)
 
     def forward(self, x_BNC: Tensor, rope: Tensor) -> Tensor:
@@ -41,9 +41,9 @@ class SelfAttention(nn.Module):
 class Block(nn.Module):
     def __init__(self, model: Model, pattern: Pattern) -> None:
         super().__init__()
-        self.attention_norm = nn.RMSNorm(model.hidden, eps=1e-6)
+        self.attention_norm = RMSNorm(model.hidden)
         self.attention = SelfAttention(model, pattern)
-        self.mlp_norm = nn.RMSNorm(model.hidden, eps=1e-6)
+        self.mlp_norm = RMSNorm(model.hidden)
         self.mlp = SwiGLU(model.hidden, model.ffn, sub_layer_norm=model.sub_layer_norm)
 
     def forward(self, x_BNC: Tensor, rope: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ class Decoder(nn.Module):
         self.rope_base = model.rope_base_for(context)
         self.embedding = nn.Embedding(model.vocab, model.hidden)
         self.blocks = nn.ModuleList(Block(model, pattern) for _ in range(model.layers))
-        self.norm = nn.RMSNorm(model.hidden, eps=1e-6)
+        self.norm = RMSNorm(model.hidden)
         # A tied model has no head of its own, so that no weight stands in it twice.
         self.head = None if model.tied else nn.Linear(model.hidden, model.vocab, bias=False)
 

@@ -2,6 +2,7 @@
 
 from longspan.nn.loss import cross_entropy_sum
 from longspan.nn.mlp import SwiGLU
+from longspan.nn.norm import RMSNorm
 from longspan.nn.rope import apply_rope, rope_table
 
-__all__ = ["SwiGLU", "apply_rope", "cross_entropy_sum", "rope_table"]
+__all__ = ["RMSNorm", "SwiGLU", "apply_rope", "cross_entropy_sum", "rope_table"]

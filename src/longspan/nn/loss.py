@@ -78,9 +78,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
+        # In place, for memory; a second backward is then refused by autograd's version check.
         return (
-            None if grad_hidden is None else (grad_hidden * grad).to(grad_hidden.dtype),
-            None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype),
+            None if grad_hidden is None else grad_hidden.mul_(grad),
+            None if grad_weight is None else grad_weight.mul_(grad).to(ctx.weight_dtype),
             None,
             None,
         )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
+from longspan.nn.norm import RMSNorm
+
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)), with MAGNETO's norm before `down` where asked for."""
@@ -13,7 +15,7 @@ class SwiGLU(nn.Module):
         super().__init__()
         self.gate = nn.Linear(hidden, ffn, bias=False)
         self.up = nn.Linear(hidden, ffn, bias=False)
-        self.norm = nn.RMSNorm(ffn, eps=1e-6) if sub_layer_norm else nn.Identity()
+        self.norm = RMSNorm(ffn) if sub_layer_norm else nn.Identity()
         self.down = nn.Linear(ffn, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,0 +1,20 @@
+"""RMSNorm against its formula in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longspan.nn import RMSNorm
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_equals_its_formula_in_the_input_s_type(dtype: torch.dtype, tolerance: float) -> None:
+    norm = RMSNorm(16)
+    torch.nn.init.normal_(norm.weight)
+    x = (3 * torch.randn(5, 16)).to(dtype)
+    found = norm(x)
+    exact = x.double()
+    exact = exact / (exact.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight.double()
+    assert found.dtype == dtype
+    assert (found.double() - exact).norm() <= tolerance * exact.norm()
