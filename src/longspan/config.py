@@ -32,13 +32,17 @@ class Model(Section):
     preset: Literal["tiny", "125m", "350m", "1.3b", "7b", "13b"] = "tiny"
     """A size by name; every other key of this section replaces one of its values."""
     layers: Positive = 2
+    """Transformer blocks."""
     hidden: Positive = 128
+    """Width of the residual stream; a multiple of `heads`."""
     heads: Positive = 4
+    """Query heads."""
     kv_heads: Positive = 4
     """Heads of keys and values; fewer than `heads` is grouped-query attention."""
     ffn: Positive = 384
     """Width of the gated MLP; unless given, 8/3 of `hidden` rounded up to a multiple of 128."""
     vocab: Positive = 256
+    """Tokens the model knows; at least as many as the tokenizer has."""
     tied: bool = True
     """Whether the output head is the embedding."""
     sub_layer_norm: bool = False
@@ -79,6 +83,7 @@ class Model(Section):
 
 class Attention(Section):
     kind: Literal["dense", "dilated"] = "dilated"
+    """Which keys a query sees."""
     segment_lengths: Integers = ()
     """Tokens per segment of each branch; unless given, those of the model's preset."""
     dilation_rates: Integers = ()
@@ -87,9 +92,10 @@ class Attention(Section):
 
 class Data(Section):
     source: Annotated[str, Field(min_length=1)] = "builtin"
-    """"builtin" (the Python standard library's source), "recall" (a synthetic task), or a folder
+    """The text: "builtin" (the Python standard library's source), "recall" (a synthetic task), or a folder
     made by `longspan data build`."""
     context: Positive = 4096
+    """Tokens per sample."""
     recall_pairs: Positive = 16
     """Key-value pairs in each sequence of the "recall" source."""
 
@@ -98,10 +104,15 @@ class Layout(Section):
     """Ranks per mesh axis; -1 means the rest of the devices."""
 
     replicate: Ranks = 1
+    """Copies of the model."""
     shard: Ranks = -1
+    """Ranks that share one copy's parameters, gradients and optimizer state."""
     sequence: Ranks = 1
+    """Ranks that share one sequence."""
     tensor: Ranks = 1
+    """Ranks that share each matrix."""
     pipeline: Ranks = 1
+    """Ranks that share the layers."""
 
     def ranks(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in type(self).model_fields}
@@ -117,15 +128,19 @@ class Layout(Section):
 
 class Train(Section):
     steps: Positive = 200
+    """Optimizer steps in all."""
     micro_batch: Positive = 1
     """Sequences per forward pass."""
     global_batch: Positive = 1
     """Sequences per optimizer step."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
     """How `lr`, tuned at `base_batch`, follows `global_batch`."""
     base_batch: Positive | None = None
+    """The global batch at which `lr` was tuned."""
     schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """What follows the warmup; "wsd" is stable, then a linear decay."""
     warmup: Whole = 20
     """Steps of linear warmup."""
     decay: Positive | None = None
@@ -133,17 +148,23 @@ class Train(Section):
     min_lr: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Where the decay ends, as a fraction of the learning rate."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW's; matrices only."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's."""
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's."""
     clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where to run: "auto" is a CUDA GPU where there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """"auto" is bf16 on a GPU that has it, fp32 elsewhere. Weights and optimizer stay fp32."""
+    """The type of the arithmetic: "auto" is bf16 on a GPU that has it, fp32 elsewhere. Weights and optimizer stay fp32."""
     compile: Literal["auto", True, False] = "auto"
     """torch.compile of each block; "auto" is on for CUDA."""
     seed: Whole = 0
+    """Of the weights and of the order of samples."""
     eval_every: Whole = 0
     """Steps between evaluations; 0 evaluates at the end only."""
     eval_samples: Positive = 16
@@ -163,6 +184,7 @@ class Train(Section):
 
 class Engine(Section):
     name: Literal["native"] = "native"
+    """Who runs a step."""
 
 
 class Checkpoint(Section):

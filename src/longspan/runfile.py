@@ -44,8 +44,15 @@ def parse_run(tables: Mapping[str, Any], name: str = "run") -> Run:
     ]
     sections: dict[str, Section] = {}
     for key, section in SECTIONS.items():
+        table = tables.get(key, {})
+        if isinstance(table, Mapping):
+            unknown = [name for name in table if name not in section.model_fields]
+            problems += [
+                Problem(f"{key}.{n}", f"unknown key{_place(str(n), key)}") for n in unknown
+            ]
+            table = {name: value for name, value in table.items() if name not in unknown}
         try:
-            sections[key] = section.model_validate(tables.get(key, {}))
+            sections[key] = section.model_validate(table)
         except ValidationError as error:
             problems += [_explain(key, section, detail) for detail in error.errors()]
     problems += check_rules(sections)
@@ -135,8 +142,6 @@ def _explain(key: str, section: type[Section], detail: ErrorDetails) -> Problem:
     loc = [str(part) for part in detail["loc"]]
     path = ".".join([key, *loc])
     came = detail["input"]
-    if detail["type"] == "extra_forbidden":
-        return Problem(path, f"unknown key{_place(loc[-1], key)}")
     if detail["type"] in ("model_type", "model_attributes_type"):
         return Problem(path, f"expected a table, [{key}], got {came!r}")
     expected = detail["msg"].replace("Input should be", "expected")

@@ -1,0 +1,61 @@
+"""The docs say what the code does."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from longspan.cli import _parser
+from longspan.config import Section
+from longspan.runfile import SECTIONS, load_run
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def reference(name: str, section: type[Section]) -> str:
+    """A section's table of keys as it must stand in docs/run-file.md."""
+    rows = [f"### [{name}]", "", "| key | default | meaning |", "| --- | --- | --- |"]
+    for key, field in section.model_fields.items():
+        default = "" if field.default in (None, ()) else f"`{field.default!r}`".replace("'", '"')
+        meaning = " ".join((field.description or "").split())
+        assert meaning, f"{name}.{key} has no description"
+        rows.append(f"| `{key}` | {default} | {meaning} |")
+    return "\n".join(rows)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_every_key_of_the_run_file_is_documented(name: str) -> None:
+    assert reference(name, SECTIONS[name]) in (ROOT / "docs" / "run-file.md").read_text()
+
+
+def commands() -> list[str]:
+    found = []
+    for page in PAGES:
+        for block in re.findall(r"```(?:sh|console)\n(.*?)```", page.read_text(), re.DOTALL):
+            joined = block.replace("\\\n", " ")
+            found += [line for line in joined.splitlines() if line.startswith("longspan ")]
+    return found
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_command_in_the_docs_parses(command: str) -> None:
+    words = shlex.split(command, comments=True)[1:]
+    if "--help" not in words:
+        _parser().parse_args(words)
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    for page in PAGES:
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize(
+    "example", sorted((ROOT / "examples").glob("*.toml")), ids=lambda p: p.name
+)
+def test_every_example_run_file_is_valid(example: Path) -> None:
+    load_run(example)
