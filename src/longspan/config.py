@@ -92,8 +92,8 @@ class Attention(Section):
 
 class Data(Section):
     source: Annotated[str, Field(min_length=1)] = "builtin"
-    """The text: "builtin" (the Python standard library's source), "recall" (a synthetic task), or a folder
-    made by `longspan data build`."""
+    """The text: "builtin" (the Python standard library's source), "recall" (a synthetic task),
+    or a folder made by `longspan data build`."""
     context: Positive = 4096
     """Tokens per sample."""
     recall_pairs: Positive = 16
@@ -160,7 +160,8 @@ class Train(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run: "auto" is a CUDA GPU where there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """The type of the arithmetic: "auto" is bf16 on a GPU that has it, fp32 elsewhere. Weights and optimizer stay fp32."""
+    """The type of the arithmetic: "auto" is bf16 on a GPU that has it, fp32 elsewhere. Weights
+    and optimizer stay fp32."""
     compile: Literal["auto", True, False] = "auto"
     """torch.compile of each block; "auto" is on for CUDA."""
     seed: Whole = 0
