@@ -174,6 +174,7 @@ def test_gpu_training_equals_cpu_within_its_precision(
     assert bool(manifest["state"]["scaler"]) == (precision == "fp16")
 
 
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
 def test_compiled_blocks_give_the_same_losses(shards: Path, tmp_path: Path) -> None:
     options = ["train.steps=2", "model.layers=1"]
     train(small_run(shards, *options), tmp_path / "eager")

@@ -107,6 +107,7 @@ def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
                 f"  longspan train --resume {run_dir}"
             )
         report_validation(reporter, metrics, state.step, validation_loss, baseline)
+        sample = sample_text(model, source, run, device)
     return Result(
         run_dir=str(run_dir),
         step=state.step,
@@ -116,7 +117,7 @@ def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
         baseline=baseline.name if baseline else None,
         baseline_loss=baseline.nats if baseline else None,
         tokens_per_s=meter.median_rate,
-        sample=sample_text(model, source, run, device),
+        sample=sample,
     )
 
 

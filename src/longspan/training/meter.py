@@ -39,8 +39,9 @@ class Meter:
     def __init__(self, run: Run, model: Decoder, device: torch.device, step: int) -> None:
         self._run, self._device = run, device
         self._flops = flops_per_sample(run, model)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-        self._peak = peak_flops(name)
+        self._peak = None  # of 16-bit products, so it says nothing of a float32 run
+        if device.type == "cuda" and run.train.precision != "fp32":
+            self._peak = peak_flops(torch.cuda.get_device_name(device))
         self._step = step
         self._losses: list[Tensor] = []
         self._mark = time.perf_counter()
