@@ -197,10 +197,15 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before_it(
     torch.testing.assert_close(moments[1][name], moments[0][name] * 0.01 / free, rtol=1e-4, atol=0)
 
 
-def test_a_loss_that_is_no_number_ends_the_run(shards: Path, tmp_path: Path) -> None:
-    run = small_run(shards, "train.steps=50", "train.lr=1e30", "train.warmup=0", "train.clip=0")
+@pytest.mark.parametrize("log_every", [1, 1000])
+def test_a_loss_that_is_no_number_ends_the_run_and_is_never_saved(
+    shards: Path, tmp_path: Path, log_every: int
+) -> None:
+    # With log_every 1000 the first checkpoint is due long before the first line of metrics.
+    options = ["train.steps=50", "train.lr=1e30", "train.warmup=0", "train.clip=0"]
+    options += [f"track.log_every={log_every}", "checkpoint.every=7"]
     with pytest.raises(Diverged, match=r"lower train\.lr"):
-        train(run, tmp_path / "run")
+        train(small_run(shards, *options), tmp_path / "run")
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
@@ -210,6 +215,10 @@ def test_resume_refuses_other_data_and_another_model(shards: Path, tmp_path: Pat
     build([tmp_path / "in.txt"], tmp_path / "other", validation=0)
     with pytest.raises(UserError, match="the data is not what"):
         train(small_run(tmp_path / "other", "train.steps=4"), tmp_path / "run", resume=True)
+    with pytest.raises(UserError, match="its context is 32, was 64"):
+        train(small_run(shards, "data.context=32"), tmp_path / "run", resume=True)
+    with pytest.raises(UserError, match="its seed is 5, was 0"):
+        train(small_run(shards, "train.seed=5"), tmp_path / "run", resume=True)
     with pytest.raises(UserError, match=r"differ at .*: the run has .*, the checkpoint"):
         train(small_run(shards, "model.hidden=64"), tmp_path / "run", resume=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,8 +59,13 @@ def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
     scaler = torch.amp.GradScaler(device.type, enabled=run.train.precision == "fp16")
     state = State(model, build_optimizer(model, run.train), scaler)
     saved = checkpoint.latest(run_dir / CHECKPOINTS) if resume else None
+    order = {
+        "fingerprint": source.fingerprint,
+        "context": run.data.context,
+        "seed": run.train.seed,
+    }
     if saved:
-        state.restore(checkpoint.load(saved), fingerprint=source.fingerprint)
+        state.restore(checkpoint.load(saved), order)
     if run.train.compile:
         for block in model.blocks:
             block.compile(fullgraph=True)
@@ -80,22 +86,16 @@ def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
             loss, grad_norm = train_step(state, run, source, device)
             meter.add(loss)
             ended = state.step == run.train.steps or stop.requested
+            saves = ended or due(state.step, run.checkpoint.every)
             reporter.step(state.step)
-            if ended or state.step % run.track.log_every == 0:
+            if saves or due(state.step, run.track.log_every):
                 line = meter.line(state, grad_norm)
                 metrics.write(line)
                 reporter.metrics(line, meter.seconds_left)
-                if not math.isfinite(line["loss"]):
-                    raise Diverged(
-                        f"the loss is {line['loss']} at step {state.step}: lower train.lr"
-                    )
+                require_finite(line, run)  # so that no checkpoint holds what is no number
             with meter.paused():
-                if ended or due(state.step, run.checkpoint.every):
-                    state.save(
-                        run_dir / CHECKPOINTS,
-                        fingerprint=source.fingerprint,
-                        keep=run.checkpoint.keep,
-                    )
+                if saves:
+                    state.save(run_dir / CHECKPOINTS, order, keep=run.checkpoint.keep)
                 if not ended and due(state.step, run.train.eval_every):
                     found = evaluate(model, validation, run, device, stop)
                     report_validation(reporter, metrics, state.step, found, baseline)
@@ -220,6 +220,14 @@ def sample_text(model: Decoder, source: Source, run: Run, device: torch.device) 
             context=run.data.context,
             seed=run.train.seed,
         )
+
+
+def require_finite(line: dict[str, Any], run: Run) -> None:
+    """Raise Diverged where the loss or, but for fp16's skipped steps, the gradient is no number."""
+    wanted = ("loss",) if run.train.precision == "fp16" else ("loss", "grad_norm")
+    for key in wanted:
+        if not math.isfinite(line[key]):
+            raise Diverged(f"{key} is {line[key]} at step {line['step']}: lower train.lr")
 
 
 def due(step: int, every: int) -> bool:

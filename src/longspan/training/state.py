@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,7 +31,8 @@ class State:
     samples: int = 0
     """Position in the data: how many samples of the endless order have been used."""
 
-    def save(self, folder: Path, *, fingerprint: str, keep: int) -> Path:
+    def save(self, folder: Path, order: dict[str, Any], *, keep: int) -> Path:
+        """Write a checkpoint; `order` is what, with `samples`, fixes the place in the data."""
         groups = {
             "model": dict(self.model.state_dict()),
             "optimizer": self._optimizer_tensors(),
@@ -38,20 +40,21 @@ class State:
         }
         scalars = {
             "samples": self.samples,
+            "order": order,
             "scaler": self.scaler.state_dict(),
-            "data_fingerprint": fingerprint,
         }
         path = checkpoint.save(folder, self.step, groups, scalars)
         checkpoint.prune(folder, keep)
         return path
 
-    def restore(self, saved: Checkpoint, *, fingerprint: str) -> None:
-        if saved.state["data_fingerprint"] != fingerprint:
-            raise UserError(
-                f"the data is not what {saved.path} was trained on (SHA-256 "
-                f"{fingerprint[:12]}…, expected {saved.state['data_fingerprint'][:12]}…): restore "
-                "that data, or start a new run"
-            )
+    def restore(self, saved: Checkpoint, order: dict[str, Any]) -> None:
+        """Take over a checkpoint, which must be of the same model and order of samples."""
+        for key, was in saved.state["order"].items():
+            if order[key] != was:
+                raise UserError(
+                    f"the data is not what {saved.path} was trained on: its {key} is "
+                    f"{order[key]}, was {was}; set it back, or start a new run"
+                )
         load_weights(self.model, saved)
         self._load_optimizer(saved.groups["optimizer"])
         self.scaler.load_state_dict(saved.state["scaler"])
