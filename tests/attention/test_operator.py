@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,7 +11,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longspan.attention import Dense, Dilated, Pattern, attend, attend_oracle
+from longspan.attention import (
+    BlockSparse,
+    Dense,
+    Dilated,
+    Mask,
+    Pattern,
+    attend,
+    attend_oracle,
+    choose_backend,
+)
 from longspan.attention.dilated import dilated_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -42,14 +53,42 @@ def output_and_gradients(
     return [out.detach(), *torch.autograd.grad(out, qkv, grad.to(out.dtype))]
 
 
+@st.composite
+def block_sparse_patterns(draw: st.DrawFn) -> BlockSparse:
+    block = draw(st.integers(1, 6))
+    return BlockSparse(
+        block,
+        local_window=block * draw(st.integers(0, 3)),
+        global_tokens=block * draw(st.integers(0, 2)),
+        stride=draw(st.sampled_from([0, 2, 3])),
+        sparsity=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+PATTERNS = st.one_of(st.just(Dense()), dilated_patterns(), block_sparse_patterns())
+HEADS = st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1)])
+
+
+def assert_equals_oracle(
+    qkv: tuple[Tensor, Tensor, Tensor], pattern: Pattern, backend: str | None, **options: Any
+) -> None:
+    grad = torch.randn_like(qkv[0])
+    ours = output_and_gradients(attend, qkv, grad, pattern, backend=backend, **options)
+    oracle = output_and_gradients(attend_oracle, qkv, grad, pattern, **options)
+    for found, expected in zip(ours, oracle, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
-    pattern=st.one_of(st.just(Dense()), dilated_patterns()),
+    pattern=PATTERNS,
     tokens=st.integers(1, 29),
-    heads=st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1)]),
+    heads=HEADS,
     batch=st.integers(1, 2),
     is_causal=st.booleans(),
     scale=st.sampled_from([None, 0.3]),
+    backend=st.sampled_from([None, "masked"]),
 )
 def test_equals_the_oracle_with_gradients_through_the_join(
     pattern: Pattern,
@@ -58,14 +97,98 @@ def test_equals_the_oracle_with_gradients_through_the_join(
     batch: int,
     is_causal: bool,
     scale: float | None,
+    backend: str | None,
 ) -> None:
     qkv = random_qkv(batch, tokens, *heads, dtype=torch.float64)
-    grad = torch.randn_like(qkv[0])
-    options = {"is_causal": is_causal, "scale": scale}
-    ours = output_and_gradients(attend, qkv, grad, pattern, **options)
-    oracle = output_and_gradients(attend_oracle, qkv, grad, pattern, **options)
-    for found, expected in zip(ours, oracle, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+    assert_equals_oracle(qkv, pattern, backend, is_causal=is_causal, scale=scale)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), pattern=PATTERNS, tokens=st.integers(1, 29), heads=HEADS)
+def test_equals_the_oracle_with_documents_padding_and_dropout(
+    data: st.DataObject, pattern: Pattern, tokens: int, heads: tuple[int, int]
+) -> None:
+    options: dict[str, Any] = {"is_causal": data.draw(st.booleans())}
+    if data.draw(st.booleans()):
+        borders = torch.rand(2, tokens) < 0.2
+        options["documents"] = borders.cumsum(1)
+    if data.draw(st.booleans()):
+        options["key_padding_mask"] = torch.rand(2, tokens) < 0.3
+    if data.draw(st.booleans()):
+        options |= {"dropout_p": 0.4, "dropout_seed": data.draw(st.integers(0, 99))}
+    assert_equals_oracle(
+        random_qkv(2, tokens, *heads, dtype=torch.float64), pattern, None, **options
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(pattern=PATTERNS, keys=st.integers(1, 29), data=st.data(), heads=HEADS)
+def test_the_last_queries_see_what_they_see_in_the_whole(
+    pattern: Pattern, keys: int, data: st.DataObject, heads: tuple[int, int]
+) -> None:
+    queries = data.draw(st.integers(1, keys))
+    documents = (torch.rand(1, keys) < 0.1).cumsum(1)
+    q, k, v = (x.detach() for x in random_qkv(1, keys, *heads, dtype=torch.float64))
+    whole = attend(q, k, v, pattern, documents=documents)
+    last = attend(q[:, -queries:], k, v, pattern, documents=documents)
+    torch.testing.assert_close(last, whole[:, -queries:], rtol=1e-10, atol=1e-11)
+
+
+def test_cross_attention_equals_torch() -> None:
+    q, _, _ = random_qkv(2, 5, 4, 4, dtype=torch.float64)
+    _, k, v = random_qkv(2, 11, 4, 2, dtype=torch.float64)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    expected = scaled_dot_product_attention(*heads_first, enable_gqa=True).transpose(1, 2)
+    out = attend(q, k, v, Dense(), is_causal=False)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(attend_oracle(q, k, v, Dense(), is_causal=False), expected)
+
+
+def test_long_sequences_cross_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan.attention.masked.CHUNK", 7)
+    qkv = random_qkv(1, 40, 2, 2, dtype=torch.float64)
+    pattern = BlockSparse(4, local_window=8, sparsity=0.2)
+    documents = (torch.arange(40) // 17)[None]
+    assert_equals_oracle(qkv, pattern, None, documents=documents, dropout_p=0.2)
+
+
+def test_documents_changing_another_one_moves_nothing() -> None:
+    documents = torch.tensor([[0] * 13 + [1] * 9 + [2] * 10])
+    q, k, v = (x.detach() for x in random_qkv(1, 32, 4, 4))
+    for pattern in (Dense(), Dilated((8, 16), (1, 4)), BlockSparse(4, sparsity=0.5)):
+        before = attend(q, k, v, pattern, documents=documents, is_causal=False)
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, 13:22] = torch.randn(1, 9, 4, 8)
+        after = attend(*changed, pattern, documents=documents, is_causal=False)
+        same = documents[0] != 1
+        assert torch.equal(after[:, same], before[:, same])
+        assert not torch.equal(after[:, ~same], before[:, ~same])
+
+
+def test_dropout_is_of_the_rate_asked_for_and_follows_its_seed() -> None:
+    q, k = torch.zeros(1, 200, 2, 8), torch.zeros(1, 200, 2, 8)
+    v = torch.ones(1, 200, 2, 8)
+    out, again, other = (
+        attend(q, k, v, Dense(), is_causal=False, dropout_p=0.3, dropout_seed=seed)
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(out, again)
+    assert not torch.equal(out, other)
+    # Each output is the mean of 200 kept-or-dropped ones: kept share / 0.7.
+    assert abs(out.mean().item() - 1) < 0.01
+    assert not torch.equal(out[:, :, 0], out[:, :, 1])
+
+
+def test_the_choice_of_backend_is_told_and_can_be_forced() -> None:
+    q, k, v = random_qkv(1, 8, 2, 2)
+    padding = torch.zeros(1, 8, dtype=torch.bool)
+    assert choose_backend(q, k, Mask(Dense())).name == "sdpa"
+    assert choose_backend(q, k, Mask(Dilated((4,), (1,)))).name == "views"
+    chosen = choose_backend(q, k, Mask(Dense(), key_padding_mask=padding))
+    assert (chosen.name, chosen.reason) == ("masked", "a key padding mask is given")
+    with pytest.raises(ValueError, match="'views' cannot do this, 'masked' can: a key padding"):
+        attend(q, k, v, Dense(), key_padding_mask=padding, backend="views")
 
 
 def plain_low_precision(
@@ -154,7 +277,9 @@ def test_a_query_in_no_branch_gives_zeros_and_no_gradient() -> None:
     assert (grads[0][0, 1::2, 0] == 0).all()
 
 
-@pytest.mark.parametrize("pattern", [Dense(), Dilated((8, 16), (1, 4))])
+@pytest.mark.parametrize(
+    "pattern", [Dense(), Dilated((8, 16), (1, 4)), BlockSparse(4, sparsity=0.5)]
+)
 def test_causality_changing_the_future_moves_nothing(pattern: Pattern) -> None:
     q, k, v = (x.detach() for x in random_qkv(1, 37, 4, 4))
     before = attend(q, k, v, pattern)
@@ -196,7 +321,8 @@ def test_extra_memory_is_linear_in_tokens() -> None:
     ("shapes", "message"),
     [
         (((2, 8, 4), (2, 8, 4), (2, 8, 4)), "q must be"),
-        (((2, 8, 4, 8), (2, 9, 4, 8), (2, 9, 4, 8)), "agree in batch, tokens and head_dim"),
+        (((2, 8, 4, 8), (2, 8, 4, 16), (2, 8, 4, 16)), "agree in batch and head_dim"),
+        (((2, 9, 4, 8), (2, 8, 4, 8), (2, 8, 4, 8)), "a key for every query, got 9 and 8"),
         (((2, 8, 4, 8), (2, 8, 4, 8), (2, 8, 2, 8)), "k and v must have one shape"),
         (((2, 8, 4, 8), (2, 8, 3, 8), (2, 8, 3, 8)), "must divide the 4 query heads, got 3"),
     ],
@@ -204,6 +330,16 @@ def test_extra_memory_is_linear_in_tokens() -> None:
 def test_wrong_shapes_are_told(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attend(*(torch.zeros(shape) for shape in shapes), Dense())  # type: ignore[misc]
+
+
+def test_options_that_do_not_fit_are_told() -> None:
+    x, pattern = torch.zeros(1, 8, 2, 8), Dilated((4,), (1,))
+    with pytest.raises(ValueError, match=r"4 queries over 8 keys have no place in Dilated"):
+        attend(x[:, :4], x, x, pattern, is_causal=False)
+    with pytest.raises(ValueError, match=r"documents must be \(batch, keys\) = \(1, 8\)"):
+        attend(x, x, x, pattern, documents=torch.zeros(1, 7))
+    with pytest.raises(ValueError, match="below 1, got 1"):
+        attend(x, x, x, pattern, dropout_p=1)
 
 
 def test_mixed_dtypes_are_told() -> None:

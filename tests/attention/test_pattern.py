@@ -7,14 +7,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.attention import Dense, Dilated, Pattern, pattern_of
+from longspan.attention import BlockSparse, Dense, Dilated, Pattern, pattern_of
 from longspan.config import Attention
-from tests.attention.test_operator import dilated_patterns
+from tests.attention.test_operator import PATTERNS
 
 
 @settings(max_examples=100, deadline=None)
 @given(
-    pattern=st.one_of(st.just(Dense()), dilated_patterns()),
+    pattern=PATTERNS,
     tokens=st.integers(1, 40),
     heads=st.integers(1, 6),
     is_causal=st.booleans(),
@@ -26,6 +26,67 @@ def test_pairs_equal_the_sum_of_the_mask(
     masks = [pattern.counts(position, position, head) for head in range(heads)]
     total = sum(int((mask.tril() if is_causal else mask).sum()) for mask in masks)
     assert pattern.pairs(tokens, heads, is_causal=is_causal) == total
+
+
+@settings(max_examples=100, deadline=None)
+@given(pattern=PATTERNS, tokens=st.integers(1, 40), head=st.integers(0, 5), data=st.data())
+def test_rows_and_coverage_equal_what_the_mask_says(
+    pattern: Pattern, tokens: int, head: int, data: st.DataObject
+) -> None:
+    start = data.draw(st.integers(0, tokens - 1))
+    stop = data.draw(st.integers(start + 1, tokens))
+    position = torch.arange(tokens)
+    counts = pattern.counts(position, position, head)
+    assert torch.equal(pattern.covers(position, head), counts.any(1))
+    assert torch.equal(pattern.uncovered(tokens, head + 1)[:, head], ~counts.any(1))
+    for is_causal in (False, True):
+        mask = (counts.tril() if is_causal else counts)[start:stop]
+        expected = position[mask.any(0)]
+        found = pattern.key_rows(start, stop, tokens, head, is_causal=is_causal)
+        assert found.tolist() == expected.tolist()
+
+
+def test_block_sparse_keeps_what_it_says() -> None:
+    index = torch.arange(6)
+
+    def kept(**options: int) -> list[str]:
+        blocks = BlockSparse(16, **options).blocks(index, index)  # type: ignore[arg-type]
+        return ["".join("x" if keep else "." for keep in row) for row in blocks.tolist()]
+
+    assert kept() == ["x.....", ".x....", "..x...", "...x..", "....x.", ".....x"]
+    assert kept(local_window=32)[2] == ".xxx.."
+    assert kept(global_tokens=16)[0] == "xxxxxx"
+    assert kept(global_tokens=16)[3] == "x..x.."
+    assert kept(stride=3)[4] == ".x..x."
+
+
+@pytest.mark.parametrize("sparsity", [0.1, 0.5])
+def test_sparsity_is_the_fraction_of_blocks_kept(sparsity: float) -> None:
+    index = torch.arange(200)
+    pattern = BlockSparse(16, sparsity=sparsity, seed=3)
+    blocks = pattern.blocks(index, index)
+    off_diagonal = ~torch.eye(200, dtype=torch.bool)
+    assert blocks[off_diagonal].double().mean().item() == pytest.approx(sparsity, abs=0.01)
+    # Rows and columns are alike, seeds are not, and a prefix has the prefix of the mask.
+    for dim in (0, 1):
+        assert blocks.double().mean(dim).std().item() < 2 * (sparsity / 200) ** 0.5
+    other = BlockSparse(16, sparsity=sparsity, seed=4).blocks(index, index)
+    assert (blocks == other)[off_diagonal].double().mean().item() < 0.95
+    assert torch.equal(pattern.blocks(index[:50], index[:50]), blocks[:50, :50])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"block_size": 0}, "block_size must be at least 1, got 0"),
+        ({"block_size": 8, "local_window": 20}, "multiple of block_size = 8, got 20: use 16"),
+        ({"block_size": 8, "sparsity": 1.5}, "0 to 1, got 1.5"),
+        ({"block_size": 8, "stride": -1}, "stride must be at least 0"),
+    ],
+)
+def test_impossible_blocks_are_told(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        BlockSparse(**options)
 
 
 def test_flops_follow_the_published_formula() -> None:

@@ -1,7 +1,18 @@
 """What is attended: patterns, the float64 oracle and the operator."""
 
-from longspan.attention.operator import attend
+from longspan.attention.masked import Mask
+from longspan.attention.operator import attend, choose_backend
 from longspan.attention.oracle import attend_oracle
-from longspan.attention.pattern import Dense, Dilated, Pattern, pattern_of
+from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern, pattern_of
 
-__all__ = ["Dense", "Dilated", "Pattern", "attend", "attend_oracle", "pattern_of"]
+__all__ = [
+    "BlockSparse",
+    "Dense",
+    "Dilated",
+    "Mask",
+    "Pattern",
+    "attend",
+    "attend_oracle",
+    "choose_backend",
+    "pattern_of",
+]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longspan.attention.chance import uniform
 from longspan.attention.pattern import Pattern
 
 
@@ -20,27 +21,41 @@ def attend_oracle(
     *,
     is_causal: bool = True,
     scale: float | None = None,
+    documents: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
 ) -> Tensor:
     """Softmax over the multiset of keys each query sees, in float64, differentiable by autograd.
 
-    q is (batch, tokens, heads, head_dim), k and v (batch, tokens, kv_heads, head_dim); query head
-    h reads kv head h // (heads / kv_heads). Returns float64 (batch, tokens, heads, head_dim).
-    A query that no branch covers gives zeros.
+    Arguments are those of `attend`. Returns float64 (batch, queries, heads, head_dim) on the CPU.
     """
     q, k, v = q.double().cpu(), k.double().cpu(), v.double().cpu()
-    tokens, heads, head_dim = q.shape[1:]
+    (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
     scale = head_dim**-0.5 if scale is None else scale
     group = heads // k.shape[2]
-    position = torch.arange(tokens)
+    key_at = torch.arange(keys)
+    query_at = torch.arange(queries) + (keys - queries if is_causal else 0)
+    hidden = torch.zeros(batch, queries, keys, dtype=torch.bool)
+    if is_causal:
+        hidden |= key_at[None, :] > query_at[:, None]
+    if documents is not None:
+        documents = documents.cpu()
+        hidden |= documents[:, query_at][:, :, None] != documents[:, None, :]
+    if key_padding_mask is not None:
+        hidden |= key_padding_mask.cpu()[:, None, :]
     outputs = []
     for head in range(heads):
-        counts = pattern.counts(position, position, head)
-        if is_causal:
-            counts = counts.tril()
+        counts = pattern.counts(query_at, key_at, head).masked_fill(hidden, 0)
         # A key seen c times contributes c·exp(score): log c added to its score, -inf for c = 0.
         scores = scale * q[:, :, head] @ k[:, :, head // group].mT + counts.double().log()
         uncovered = (counts == 0).all(-1, keepdim=True)
         scores = scores.masked_fill(uncovered, 0.0)  # a softmax of nothing has no gradient
         weights = scores.softmax(-1).masked_fill(uncovered, 0.0)
+        if dropout_p > 0:
+            rows = torch.arange(batch)[:, None, None]
+            place = rows, torch.tensor(head), query_at[:, None], key_at
+            kept = uniform(dropout_seed, *place) >= dropout_p
+            weights = weights * kept / (1 - dropout_p)
         outputs.append(weights @ v[:, :, head // group])
     return torch.stack(outputs, dim=2)

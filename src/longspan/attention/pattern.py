@@ -1,7 +1,9 @@
 """Patterns: which keys a query sees, and what that costs.
 
-A pattern is the one statement of the mask. The oracle, the operators and the FLOP counts below
-are all derived from it. Positions and heads are counted from 0; `tokens` is the sequence length.
+A pattern is the one statement of the mask. The oracle, the operators, the FLOP counts and the rows
+a sequence shard must fetch are all derived from it. Positions and heads are counted from 0;
+`tokens` is the sequence length. What a query sees never depends on how long the sequence is, so a
+prefix of a sequence has the prefix of its mask.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longspan.attention.chance import uniform
 from longspan.config import Attention, branch_problems
 
 
@@ -30,12 +33,25 @@ class Pattern(ABC):
     def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
         """Query-key pairs over all heads of one sequence, each counted as often as it is seen."""
 
+    @abstractmethod
+    def covers(self, queries: Tensor, head: int) -> Tensor:
+        """Whether each query position sees any key at all, itself included: bool (queries,)."""
+
+    @abstractmethod
+    def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
+        """Positions of the keys that queries in [start, stop) see, sorted: int64 (rows,)."""
+
     def flops(self, tokens: int, heads: int, head_dim: int, *, is_causal: bool) -> int:
         """Forward FLOPs of one sequence; forward and backward together are 3.5 times this.
 
         Per pair: 2·head_dim for q·k and 2·head_dim for p·v.
         """
         return 4 * head_dim * self.pairs(tokens, heads, is_causal=is_causal)
+
+    def uncovered(self, tokens: int, heads: int) -> Tensor:
+        """Queries that see nothing and give zeros: bool (tokens, heads)."""
+        position = torch.arange(tokens)
+        return torch.stack([~self.covers(position, head) for head in range(heads)], dim=1)
 
 
 @dataclass(frozen=True)
@@ -47,6 +63,12 @@ class Dense(Pattern):
 
     def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
         return heads * _pairs_within(tokens, is_causal)
+
+    def covers(self, queries: Tensor, head: int) -> Tensor:
+        return torch.ones(len(queries), dtype=torch.bool)
+
+    def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
+        return torch.arange(stop if is_causal else tokens)
 
 
 @dataclass(frozen=True)
@@ -87,9 +109,108 @@ class Dilated(Pattern):
                 total += heads_here * per_head
         return total
 
+    def covers(self, queries: Tensor, head: int) -> Tensor:
+        kept = [queries % r == head % r for r in self.dilation_rates]
+        return torch.stack(kept).any(0)
+
+    def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
+        rows: set[int] = set()
+        for w, r in self.branches:
+            queries = range(_at_or_after(start, head, r), stop, r)
+            if not queries:
+                continue
+            first = _at_or_after(queries[0] // w * w, head, r)
+            end = queries[-1] + 1 if is_causal else min((queries[-1] // w + 1) * w, tokens)
+            rows.update(range(first, end, r))
+        return torch.tensor(sorted(rows), dtype=torch.int64)
+
+
+@dataclass(frozen=True)
+class BlockSparse(Pattern):
+    """Blocks of keys kept per block of queries, the same for every head.
+
+    With b = `block_size`, query block i = p // b keeps key block j = k // b where any of these
+    holds; the block of the query itself is always kept.
+
+    - `local_window` tokens: |i − j| < local_window / b
+    - `global_tokens`: j < global_tokens / b (all see them), or i < global_tokens / b (they see all)
+    - `stride`: i ≡ j (mod stride), in blocks
+    - `sparsity`: a fraction of all blocks, drawn one by one from a hash of (seed, i, j)
+    """
+
+    block_size: int
+    local_window: int = 0
+    global_tokens: int = 0
+    stride: int = 0
+    sparsity: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        b = self.block_size
+        if b < 1:
+            raise ValueError(f"block_size must be at least 1, got {b}")
+        for name in ("local_window", "global_tokens"):
+            value = getattr(self, name)
+            if value < 0 or value % b:
+                raise ValueError(
+                    f"{name} must be a multiple of block_size = {b}, got {value}: "
+                    f"use {max(0, round(value / b) * b)}"
+                )
+        if self.stride < 0:
+            raise ValueError(f"stride must be at least 0, in blocks, got {self.stride}")
+        if not 0 <= self.sparsity <= 1:
+            raise ValueError(
+                f"sparsity is the fraction of blocks kept, 0 to 1, got {self.sparsity}"
+            )
+
+    def blocks(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
+        """Which key blocks each query block keeps, by block index: bool (queries, keys)."""
+        i, j = query_blocks[:, None], key_blocks[None, :]
+        kept = (i == j) | ((i - j).abs() < self.local_window // self.block_size)
+        global_blocks = self.global_tokens // self.block_size
+        kept |= (i < global_blocks) | (j < global_blocks)
+        if self.stride:
+            kept |= (i - j) % self.stride == 0
+        return kept | (uniform(self.seed, i, j) < self.sparsity)
+
+    def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
+        return self.blocks(queries // self.block_size, keys // self.block_size).long()
+
+    def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
+        b = self.block_size
+        index = torch.arange(-(-tokens // b))
+        sizes = (tokens - index * b).clamp(max=b)  # the last block may be short
+        kept = self.blocks(index, index)
+        if is_causal:
+            diagonal = int((sizes * (sizes + 1) // 2).sum())
+            kept = kept.tril(-1)
+        else:
+            diagonal = 0
+        full = int((kept.long() * sizes[:, None] * sizes[None, :]).sum())
+        return heads * (full + diagonal)
+
+    def covers(self, queries: Tensor, head: int) -> Tensor:
+        return torch.ones(len(queries), dtype=torch.bool)
+
+    def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
+        b = self.block_size
+        queries = torch.arange(start // b, -(-stop // b))
+        keys = torch.arange(-(-(stop if is_causal else tokens) // b))
+        kept = self.blocks(queries, keys)
+        if is_causal:
+            kept &= keys[None, :] <= queries[:, None]
+        blocks = keys[kept.any(0)]
+        rows = (blocks[:, None] * b + torch.arange(b)).flatten()
+        return rows[rows < (stop if is_causal else tokens)]
+
 
 def _pairs_within(rows: int, is_causal: bool) -> int:
     return rows * (rows + 1) // 2 if is_causal else rows * rows
+
+
+def _at_or_after(start: int, head: int, r: int) -> int:
+    """The first position p ≥ start with p ≡ head (mod r)."""
+    return start + (head - start) % r
 
 
 def pattern_of(attention: Attention) -> Pattern:
