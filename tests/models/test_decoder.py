@@ -103,3 +103,18 @@ def test_sub_layer_norm_stands_before_the_last_projections() -> None:
     assert names["blocks.0.mlp.norm.weight"].shape == names["blocks.0.mlp.down.weight"].shape[1:]
     plain: Decoder = build_decoder(load_run(None, TINY), torch.device("cpu"))
     assert "blocks.0.attention.norm.weight" not in dict(plain.named_parameters())
+
+
+@pytest.mark.parametrize("options", [[], ["attention.kind=dense"], ["model.kv_heads=1"]])
+def test_token_by_token_with_caches_equals_the_full_forward(options: list[str]) -> None:
+    branches = ["attention.segment_lengths=[8,32]", "attention.dilation_rates=[1,4]"]
+    chosen = [*TINY, *([] if "attention.kind=dense" in options else branches), *options]
+    model = build_decoder(load_run(None, chosen), torch.device("cpu")).double()
+    tokens = torch.randint(256, (2, 70))
+    with torch.no_grad():
+        whole = model.hidden(tokens)
+        caches = model.new_caches()
+        parts = [model.hidden(tokens[:, :9], caches)]
+        parts += [model.hidden(tokens[:, i : i + 1], caches) for i in range(9, 70)]
+    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-6, atol=1e-7)
+    assert caches[0].rows < 70 or options == ["attention.kind=dense"]

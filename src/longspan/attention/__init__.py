@@ -1,5 +1,6 @@
 """What is attended: patterns, the float64 oracle and the operator."""
 
+from longspan.attention.cache import KVCache
 from longspan.attention.masked import Mask
 from longspan.attention.operator import attend, choose_backend
 from longspan.attention.oracle import attend_oracle
@@ -9,6 +10,7 @@ __all__ = [
     "BlockSparse",
     "Dense",
     "Dilated",
+    "KVCache",
     "Mask",
     "Pattern",
     "attend",

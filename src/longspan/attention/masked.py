@@ -33,17 +33,31 @@ class Mask:
     dropout_seed: int = 0
 
 
-def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) -> Tensor:
-    """q (batch, queries, heads, head_dim); k, v (batch, keys, kv_heads, head_dim)."""
+def masked_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask,
+    scale: float,
+    key_positions: Tensor | None = None,
+) -> Tensor:
+    """q (batch, queries, heads, head_dim); k, v (batch, keys, kv_heads, head_dim).
+
+    `key_positions`, int64 (keys,) and rising, says where the keys stand when not at 0, 1, 2…; it
+    must hold every position that the queries, which end with its last, see.
+    """
     queries, heads = q.shape[1:3]
     group = heads // k.shape[2]
+    if key_positions is None:
+        key_positions = torch.arange(k.shape[1])
+    first = int(key_positions[-1]) + 1 - queries if mask.is_causal else 0
     by_head = []
     for head in range(heads):
         key, value = k[:, :, head // group], v[:, :, head // group]
         chunks = [
             checkpoint(
-                _attend_chunk, q[:, start : start + CHUNK, head], key, value, start, queries, head,
-                mask, scale, use_reentrant=False, preserve_rng_state=False,
+                _attend_chunk, q[:, start : start + CHUNK, head], key, value, key_positions,
+                first + start, head, mask, scale, use_reentrant=False, preserve_rng_state=False,
             )
             for start in range(0, queries, CHUNK)
         ]  # fmt: skip
@@ -52,18 +66,24 @@ def masked_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float) 
 
 
 def _attend_chunk(
-    q: Tensor, k: Tensor, v: Tensor, start: int, queries: int, head: int, mask: Mask, scale: float
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_positions: Tensor,
+    first: int,
+    head: int,
+    mask: Mask,
+    scale: float,
 ) -> Tensor:
-    """q (batch, chunk, head_dim) of queries from `start` on; k, v (batch, keys, head_dim)."""
-    keys, device = k.shape[1], q.device
+    """q (batch, chunk, head_dim) of queries from `first` on; k, v (batch, keys, head_dim)."""
+    last, keys, device = first + q.shape[1], int(key_positions[-1]) + 1, q.device
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    first = start + (keys - queries if mask.is_causal else 0)
-    last = first + q.shape[1]
     rows = mask.pattern.key_rows(first, last, keys, head, is_causal=mask.is_causal)
     position = torch.arange(first, last)
     counts = mask.pattern.counts(position, rows, head)
     if mask.is_causal:
         counts = counts.masked_fill(rows[None, :] > position[:, None], 0)
+    index = torch.searchsorted(key_positions, rows).to(device)
     rows, position, counts = rows.to(device), position.to(device), counts.to(device)
     seen = (counts > 0)[None]  # (batch or 1, chunk, rows)
     if mask.documents is not None:
@@ -72,7 +92,7 @@ def _attend_chunk(
     if mask.key_padding_mask is not None:
         seen = seen & ~mask.key_padding_mask[:, rows][:, None, :]
 
-    scores = scale * (q.to(exact) @ k[:, rows].to(exact).mT) + counts.to(exact).log()
+    scores = scale * (q.to(exact) @ k[:, index].to(exact).mT) + counts.to(exact).log()
     scores = scores.masked_fill(~seen, -torch.inf)
     some = seen.any(-1, keepdim=True)  # a query that sees nothing gives zeros, not NaN
     weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
@@ -81,4 +101,4 @@ def _attend_chunk(
         place = batch, torch.tensor(head, device=device), position[:, None], rows
         kept = uniform(mask.dropout_seed, *place) >= mask.dropout_p
         weights = weights * kept / (1 - mask.dropout_p)
-    return (weights @ v[:, rows].to(exact)).to(q.dtype)
+    return (weights @ v[:, index].to(exact)).to(q.dtype)

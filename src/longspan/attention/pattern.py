@@ -41,6 +41,13 @@ class Pattern(ABC):
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
         """Positions of the keys that queries in [start, stop) see, sorted: int64 (rows,)."""
 
+    @abstractmethod
+    def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
+        """Whether a causal query at `position` or later may see each earlier key: bool (keys,).
+
+        What it denies, a cache may drop.
+        """
+
     def flops(self, tokens: int, heads: int, head_dim: int, *, is_causal: bool) -> int:
         """Forward FLOPs of one sequence; forward and backward together are 3.5 times this.
 
@@ -69,6 +76,9 @@ class Dense(Pattern):
 
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
         return torch.arange(stop if is_causal else tokens)
+
+    def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
+        return torch.ones(len(keys), dtype=torch.bool)
 
 
 @dataclass(frozen=True)
@@ -114,15 +124,24 @@ class Dilated(Pattern):
         return torch.stack(kept).any(0)
 
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
-        rows: set[int] = set()
+        rows = [torch.zeros(0, dtype=torch.int64)]
         for w, r in self.branches:
             queries = range(_at_or_after(start, head, r), stop, r)
             if not queries:
                 continue
             first = _at_or_after(queries[0] // w * w, head, r)
             end = queries[-1] + 1 if is_causal else min((queries[-1] // w + 1) * w, tokens)
-            rows.update(range(first, end, r))
-        return torch.tensor(sorted(rows), dtype=torch.int64)
+            rows.append(torch.arange(first, end, r))
+        sorted_rows: Tensor = torch.unique(torch.cat(rows))
+        return sorted_rows
+
+    def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
+        awaited = torch.zeros(len(keys), dtype=torch.bool)
+        for w, r in self.branches:
+            segment = position // w
+            if _at_or_after(position, head, r) // w == segment:  # a query of this head is to come
+                awaited |= (keys // w == segment) & (keys % r == head % r)
+        return awaited
 
 
 @dataclass(frozen=True)
@@ -202,6 +221,15 @@ class BlockSparse(Pattern):
         blocks = keys[kept.any(0)]
         rows = (blocks[:, None] * b + torch.arange(b)).flatten()
         return rows[rows < (stop if is_causal else tokens)]
+
+    def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
+        if self.stride or self.sparsity > 0:
+            return torch.ones(len(keys), dtype=torch.bool)  # any block may come up again
+        here, block = position // self.block_size, keys // self.block_size
+        near = here - block < max(1, self.local_window // self.block_size)
+        if here < self.global_tokens // self.block_size:
+            return torch.ones(len(keys), dtype=torch.bool)
+        return near | (block < self.global_tokens // self.block_size)
 
 
 def _pairs_within(rows: int, is_causal: bool) -> int:

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from longspan.attention import Pattern, attend, pattern_of
+from longspan.attention import KVCache, Pattern, attend, pattern_of
 from longspan.config import Model, Run
 from longspan.nn import RMSNorm, SwiGLU, apply_rope, cross_entropy_sum, rope_table
 
@@ -28,12 +28,15 @@ class SelfAttention(nn.Module):
         self.norm = RMSNorm(wide) if model.sub_layer_norm else nn.Identity()
         self.out = nn.Linear(wide, model.hidden, bias=False)
 
-    def forward(self, x_BNC: Tensor, rope: Tensor) -> Tensor:
+    def forward(self, x_BNC: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
         q_BNHD = self.query(x_BNC).unflatten(-1, (-1, self.head_dim))
         k_BNGD = self.key(x_BNC).unflatten(-1, (-1, self.head_dim))
         v_BNGD = self.value(x_BNC).unflatten(-1, (-1, self.head_dim))
         q_BNHD, k_BNGD = apply_rope(q_BNHD, rope), apply_rope(k_BNGD, rope)
-        y_BNHD = attend(q_BNHD, k_BNGD, v_BNGD, self.pattern, is_causal=True)
+        if cache is None:
+            y_BNHD = attend(q_BNHD, k_BNGD, v_BNGD, self.pattern, is_causal=True)
+        else:
+            y_BNHD = cache.attend(q_BNHD, k_BNGD, v_BNGD)
         out: Tensor = self.out(self.norm(y_BNHD.flatten(-2)))
         return out
 
@@ -46,8 +49,8 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(model.hidden)
         self.mlp = SwiGLU(model.hidden, model.ffn, sub_layer_norm=model.sub_layer_norm)
 
-    def forward(self, x_BNC: Tensor, rope: Tensor) -> Tensor:
-        x_BNC = x_BNC + self.attention(self.attention_norm(x_BNC), rope)
+    def forward(self, x_BNC: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
+        x_BNC = x_BNC + self.attention(self.attention_norm(x_BNC), rope, cache)
         out: Tensor = x_BNC + self.mlp(self.mlp_norm(x_BNC))
         return out
 
@@ -55,6 +58,7 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, model: Model, pattern: Pattern, context: int) -> None:
         super().__init__()
+        self.pattern = pattern
         self.head_dim = model.head_dim
         self.rope_base = model.rope_base_for(context)
         self.embedding = nn.Embedding(model.vocab, model.hidden)
@@ -67,17 +71,25 @@ class Decoder(nn.Module):
         """Summed cross-entropy of tokens (batch, tokens) against targets, −100 for no loss."""
         return cross_entropy_sum(self.hidden(tokens), self.head_weight, targets)
 
-    def next_logits(self, tokens: Tensor) -> Tensor:
+    def next_logits(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """Logits (batch, vocab) of the token after the last of tokens (batch, tokens)."""
-        return nn.functional.linear(self.hidden(tokens)[:, -1], self.head_weight)
+        return nn.functional.linear(self.hidden(tokens, caches)[:, -1], self.head_weight)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """What the head reads: (batch, tokens, hidden)."""
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+    def new_caches(self) -> list[KVCache]:
+        """An empty cache per block, for `hidden` and `next_logits`."""
+        return [KVCache(self.pattern) for _ in self.blocks]
+
+    def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+        """What the head reads: (batch, tokens, hidden).
+
+        With `caches` the tokens follow those that the caches have seen.
+        """
+        start = caches[0].length if caches else 0
+        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         rope = rope_table(positions, self.head_dim, self.rope_base)
         x_BNC = self.embedding(tokens)
-        for block in self.blocks:
-            x_BNC = block(x_BNC, rope)
+        for index, block in enumerate(self.blocks):
+            x_BNC = block(x_BNC, rope, caches[index] if caches else None)
         out: Tensor = self.norm(x_BNC)
         return out
 

@@ -29,20 +29,24 @@ def complete(
 ) -> str:
     """The prompt and up to `count` tokens after it, ending early where the document ends.
 
-    Each token is a forward pass over the last `context` tokens.
+    Keys and values are cached. A text that outgrows `context` goes on from its last half.
     """
     device = model.embedding.weight.device
     tokens = tokenizer.encode(prompt)
     if not tokens:
         raise ValueError("expected a prompt of at least one token, got none")
     stream = torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        window = torch.tensor([tokens[-context:]], device=device)
-        logits = model.next_logits(window)[0].float().cpu()[: tokenizer.vocab]
-        token = pick(logits, temperature, top_p, stream)
-        if token == tokenizer.end:
-            break
-        tokens.append(token)
+    caches, unseen = model.new_caches(), tokens[-context:]
+    with torch.compiler.set_stance("force_eager"):  # the blocks may be compiled for training
+        for _ in range(count):
+            if caches[0].length + len(unseen) > context:
+                caches, unseen = model.new_caches(), tokens[-max(1, context // 2) :]
+            logits = model.next_logits(torch.tensor([unseen], device=device), caches)
+            token = pick(logits[0].float().cpu()[: tokenizer.vocab], temperature, top_p, stream)
+            if token == tokenizer.end:
+                break
+            tokens.append(token)
+            unseen = [token]
     return tokenizer.decode(tokens)
 
 
