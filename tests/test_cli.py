@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -58,7 +59,17 @@ def remove(shards: Path) -> None:
         (["model.heads=5"], "does not divide model.hidden = 32"),
         (["attention.segment_lengths=[10]", "attention.dilation_rates=[4]"], "use 8"),
         (["missing.toml"], "cannot read the run file missing.toml: No such file"),
-        (["data.source=nowhere"], "no folder nowhere"),
+        (["data.source=nowhere"], "cannot read nowhere/index.json: No such file"),
+        (["data.source=" + 300 * "x"], "File name too long"),
+        (["--resume", "typo"], "typo is not a run folder: it has no run.toml"),
+        (["--resume", "{shards}"], "is not a run folder: it has no run.toml"),
+        (["track.prompt=\udcff"], "is not UTF-8 text"),
+        (["train.seed=18446744073709551616"], "train.seed"),
+        (["model.vocab=99999999999999"], "does not fit in the memory of cpu"),
+        (["train.lr=inf"], "expected a finite number, got inf"),
+        (["model.heads=99999999999"], "does not divide model.hidden = 32: use 32"),
+        (["model.hidden=1" + 5000 * "0"], "model.hidden"),
+        (["attention.segment_lengths=[9999999999999999999999,64]"], "attention.segment_lengths"),
         (["data.source={shards}", "data.context=100000"], "lower data.context or add text"),
         (["data.source={shards}", "model.vocab=100"], "set model.vocab=256"),
         (["one.toml", "two.toml"], "expected one run file"),
@@ -148,7 +159,15 @@ def test_train_resume_generate_and_a_second_run(
     options = ["--prompt", "some ", "--tokens", "5", "--json"]
     assert main(["generate", run_dir, *options]) == 0
     assert json.loads(capsys.readouterr().out)["text"].startswith("some ")
-    for wrong in (["--prompt", ""], ["--prompt", "a", "--top-p", "0"]):
+    shutil.rmtree(shards)  # a run needs its data to train, not to generate
+    assert main(["generate", run_dir, *options, "--temperature", "1e-39"]) == 0
+    for wrong in (
+        ["--prompt", ""],
+        ["--prompt", "\udcff"],
+        ["--prompt", "a", "--top-p", "0"],
+        ["--prompt", "a", "--temperature", "nan"],
+        ["--prompt", "a", "--seed", str(10**30)],
+    ):
         assert main(["generate", run_dir, *wrong]) == 2
     assert main(["generate", str(tmp_path / "nowhere"), "--prompt", "a"]) == 2
     assert "is not a run folder" in capsys.readouterr().err
@@ -208,17 +227,15 @@ def test_a_second_signal_stops_at_once(shards: Path, tmp_path: Path) -> None:
         [*command, "--run-dir", str(tmp_path / "run")], stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
-    while "device" not in (line := process.stderr.readline()):
-        assert line, "the run ended before its first step"
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
-    time.sleep(0.5)
-    process.send_signal(signal.SIGINT)
+    for awaited in ("device", "once more to stop at once"):
+        while awaited not in (line := process.stderr.readline()):
+            assert line, "the run ended before its first step"
+        process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "interrupted" in error
     assert "Traceback" not in error
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 def test_data_build_and_info(

@@ -37,7 +37,8 @@ def commands() -> list[str]:
     for page in PAGES:
         for block in re.findall(r"```(?:sh|console)\n(.*?)```", page.read_text(), re.DOTALL):
             joined = block.replace("\\\n", " ")
-            found += [line for line in joined.splitlines() if line.startswith("longspan ")]
+            lines = [line.removeprefix("$ ") for line in joined.splitlines()]
+            found += [line for line in lines if line.startswith("longspan ")]
     return found
 
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "checkpoint": set(),
     "tracking": {"config"},
     "training": {"models", "attention", "data", "checkpoint", "tracking", "config", "runfile"},
-    "cli": {"training", "data", "config", "runfile"},
+    "cli": {"training", "models", "data", "config", "runfile"},
     "__main__": {"cli"},
 }
 

@@ -123,12 +123,23 @@ def test_a_section_that_is_no_table_is_told() -> None:
         ("run.yaml", "- 1", "must hold one table per section"),
         ("run.json", "{}", "must end in .toml, .yaml or .yml"),
         ("run.toml", "\xff", "not UTF-8"),
+        ("run.toml", "a = " + "[" * 9999, "is not valid TOML"),
+        ("run.toml", "a = 1" + "0" * 5000, "is not valid TOML"),
+        ("run.yaml", "a: " + "[" * 9999, "is not valid YAML"),
+        ("run.yaml", "a: 2024-13-45", "is not valid YAML"),
+        ("run.yaml", "train: &a {x: *a}", "is not valid YAML"),
+        ("run.yaml", "1: 2", "unknown section"),
     ],
 )
 def test_unreadable_files_are_told(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match=message):
         load_run(tmp_path / name)
+
+
+def test_quoted_yaml_stays_text(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text('data: {source: "2024"}')
+    assert load_run(tmp_path / "run.yaml").data.source == "2024"
 
 
 def test_yaml_cannot_build_objects(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -23,6 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
     args = _parser().parse_args(argv)
     try:
+        _check_text(vars(args))
         args.verb(args)
     except UserError as error:
         print(f"longspan: {error}", file=sys.stderr)
@@ -104,6 +105,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_text(values: Mapping[str, object]) -> None:
+    """Arguments that are not UTF-8 arrive with lone surrogates, which no file can hold."""
+    for value in values.values():
+        for text in value if isinstance(value, list) else [value]:
+            try:
+                str(text).encode()
+            except UnicodeEncodeError as error:
+                raise UserError(f"the argument {str(text)!r} is not UTF-8 text") from error
+
+
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "items",
@@ -128,15 +139,14 @@ def _builtin_name() -> str:
 
 
 def _train(args: argparse.Namespace) -> None:
-    from longspan.runfile import load_run
+    from longspan.runfile import load_run, new_run_dir, saved_run_file
 
     file, overrides = _split_items(args.items)
-    if file is None and args.resume and (args.resume / "run.toml").exists():
-        file = args.resume / "run.toml"
+    if file is None and args.resume:
+        file = saved_run_file(args.resume)
     run = load_run(file, overrides, builtin="cpu" if file else _builtin_name())
 
     from longspan.training import train
-    from longspan.training.folder import new_run_dir
 
     run_dir = args.resume or args.run_dir or new_run_dir(Path("runs"), file)
     result = train(run, run_dir, resume=args.resume is not None)
@@ -202,7 +212,9 @@ def _config_show(args: argparse.Namespace) -> None:
 
     file, overrides = _split_items(args.items)
     run = load_run(file, overrides, builtin="cpu" if file else _builtin_name())
-    derived = derived_values(run)
+    from longspan.models import count_parameters
+
+    derived = {"parameters": f"{count_parameters(run.model):,}", **derived_values(run)}
     if args.json:
         print(json.dumps({"run": run.model_dump(mode="json"), "derived": derived}))
         return

@@ -16,15 +16,20 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from longspan import presets
 
-Positive = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
-Ranks = Annotated[int, Field(ge=-1)]
-Integers = Annotated[tuple[int, ...], Field(strict=False)]  # TOML gives a list
+LARGEST = 1 << 48  # no count here is larger; what is would overflow somewhere below
+Positive = Annotated[int, Field(ge=1, le=LARGEST)]
+Whole = Annotated[int, Field(ge=0, le=LARGEST)]
+Ranks = Annotated[int, Field(ge=-1, le=LARGEST)]
+Integers = Annotated[tuple[Positive, ...], Field(strict=False)]  # TOML gives a list
 
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True
+        extra="forbid",
+        frozen=True,
+        strict=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
     )
 
 
@@ -59,8 +64,8 @@ class Model(Section):
         base = presets.MODELS.get(preset, {}) if isinstance(preset, str) else {}
         filled = {**base, **given}
         filled.setdefault("kv_heads", filled.get("heads", 4))
-        if "ffn" not in filled and isinstance(filled.get("hidden"), int):
-            filled["ffn"] = math.ceil(8 * filled["hidden"] / 3 / 128) * 128
+        if "ffn" not in filled and isinstance(hidden := filled.get("hidden"), int):
+            filled["ffn"] = max(1, -(-8 * hidden // 384) * 128)
         return filled
 
     @property
@@ -289,7 +294,8 @@ def layout_problems(ranks: Mapping[str, int], world: int) -> list[str]:
 def _model_rules(model: Model) -> list[Problem]:
     problems = []
     if model.hidden % model.heads:
-        below = max(h for h in range(1, model.heads + 1) if model.hidden % h == 0)
+        most = min(model.heads, model.hidden, 1024)
+        below = max(h for h in range(1, most + 1) if model.hidden % h == 0)
         problems.append(
             Problem(
                 "model.heads",
@@ -306,9 +312,8 @@ def _model_rules(model: Model) -> list[Problem]:
             )
         )
     if model.heads % model.kv_heads:
-        below = max(
-            h for h in range(1, min(model.kv_heads, model.heads) + 1) if model.heads % h == 0
-        )
+        most = min(model.kv_heads, model.heads, 1024)
+        below = max(h for h in range(1, most + 1) if model.heads % h == 0)
         problems.append(
             Problem(
                 "model.kv_heads",

@@ -1,5 +1,12 @@
 """The ways a verb ends early that are not a defect of ours."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
+
 
 class UserError(ValueError):
     """The user's input is wrong. The message says what was expected, what came, what to change."""
@@ -11,3 +18,10 @@ class Stopped(Exception):
 
 class Diverged(Exception):
     """The loss is no longer a number."""
+
+
+def first_problem(error: ValidationError) -> str:
+    """What is wrong with a file's JSON, in one line: where, and what was expected."""
+    detail = error.errors()[0]
+    where = ".".join(map(str, detail["loc"]))
+    return f"{where}: {detail['msg']}" if where else detail["msg"]

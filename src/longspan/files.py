@@ -40,6 +40,14 @@ def new_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+def replace_text(path: Path, text: str) -> None:
+    """Write a file so that a crash leaves either the old one or the whole new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    draft.write_text(text, encoding="utf-8")
+    _fsync(draft)
+    draft.replace(path)
+
+
 def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import re
 import sys
+import time
 from collections.abc import Iterable, Mapping
 from importlib import resources
 from pathlib import Path
@@ -20,6 +22,9 @@ if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+RUN_FILE = "run.toml"
+"""The name of the run file in a run's folder."""
 
 SECTIONS: dict[str, type[Section]] = {
     name: field.annotation  # type: ignore[misc]
@@ -66,6 +71,21 @@ def dump_run(run: Run) -> str:
     return tomli_w.dumps(run.model_dump(mode="json", exclude_none=True))
 
 
+def new_run_dir(parent: Path, run_file: Path | None) -> Path:
+    """A folder name that is free: the run file's name and the time."""
+    stem = f"{run_file.stem if run_file else 'builtin'}-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = (stem if n == 1 else f"{stem}-{n}" for n in range(1, 1000))
+    return next(parent / name for name in names if not (parent / name).exists())
+
+
+def saved_run_file(run_dir: Path) -> Path:
+    """The run file that a run's folder holds."""
+    path = run_dir / RUN_FILE
+    if not path.exists():
+        raise UserError(f"{run_dir} is not a run folder: it has no {RUN_FILE}")
+    return path
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
@@ -78,7 +98,7 @@ def _read(path: Path) -> dict[str, Any]:
         raise UserError(f"the run file must end in .toml, .yaml or .yml, got {path}")
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -91,25 +111,22 @@ def _parse_yaml(text: str, path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        tables = yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        tables = _plain(yaml.safe_load(text))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if tables is None:
         return {}
     if not isinstance(tables, dict):
         raise UserError(f"{path} must hold one table per section, got a {type(tables).__name__}")
-    # YAML 1.1 reads 3e-4 as text where TOML reads a number; here both are the number.
-    return {key: _yaml_numbers(value) for key, value in tables.items()}
+    return tables
 
 
-def _yaml_numbers(value: Any) -> Any:
+def _plain(value: Any) -> Any:
+    """YAML as TOML would have it: keys are text, and 3e-4, text to YAML 1.1, is a number."""
     if isinstance(value, dict):
-        return {key: _yaml_numbers(inner) for key, inner in value.items()}
-    if isinstance(value, str) and value[:1] in "+-.0123456789":
-        try:
-            return float(value)
-        except ValueError:
-            return value
+        return {str(key): _plain(inner) for key, inner in value.items()}
+    if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
+        return float(value)
     return value
 
 
@@ -133,7 +150,7 @@ def _parse_value(text: str) -> Any:
     """A TOML value, or the text itself where it is none: strings need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,25 @@ def test_newest_is_found_and_the_oldest_are_removed(tmp_path: Path) -> None:
     assert newest.name == "step-00000100"
 
 
+def test_a_copy_put_aside_is_no_checkpoint(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000):
+        checkpoint.save(tmp_path, step, GROUPS, {})
+    shutil.copytree(tmp_path / "step-99999999", tmp_path / "step-best")
+    newest = checkpoint.latest(tmp_path)
+    assert newest is not None
+    assert newest.name == "step-100000000"
+    checkpoint.prune(tmp_path, keep=1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-100000000", "step-best"]
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"step": "3"}', "[" * 99999])
+def test_a_damaged_manifest_is_told(tmp_path: Path, content: str) -> None:
+    path = checkpoint.save(tmp_path, 1, GROUPS, {})
+    (path / "manifest.json").write_text(content)
+    with pytest.raises(UserError, match="cannot use the checkpoint"):
+        checkpoint.load(path)
+
+
 @pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
 def test_damage_is_found_before_use(tmp_path: Path, damage: str) -> None:
     path = checkpoint.save(tmp_path, 1, GROUPS, {})
@@ -66,7 +86,7 @@ def test_another_format_is_refused(tmp_path: Path) -> None:
     path = checkpoint.save(tmp_path, 1, GROUPS, {})
     manifest = json.loads((path / "manifest.json").read_text())
     (path / "manifest.json").write_text(json.dumps({**manifest, "format": "newer"}))
-    with pytest.raises(UserError, match="its format is 'newer'"):
+    with pytest.raises(UserError, match="format: Input should be 'longspan-checkpoint-1'"):
         checkpoint.load(path)
 
 

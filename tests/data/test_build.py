@@ -128,9 +128,12 @@ def test_a_flipped_bit_is_found_by_info(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"format": "other"}, "its format is 'other'"),
-        ({"dtype": "float32"}, "dtype must be one of uint8, uint16, uint32"),
-        ({"shards": [{"file": "x.bin"}]}, "is not a longspan-tokens-1 index"),
+        ({"format": "other"}, "format: Input should be 'longspan-tokens-1'"),
+        ({"dtype": "float32"}, "dtype: Input should be 'uint8', 'uint16' or 'uint32'"),
+        ({"shards": [{"file": "x.bin"}]}, r"shards\.0\.split: Field required"),
+        ({"vocab": -5}, "vocab: Input should be greater than or equal to 1"),
+        ({"vocab": 1e400}, "vocab"),
+        ({"surprise": 1}, "surprise"),
     ],
 )
 def test_a_wrong_index_is_told(folder: Path, change: dict[str, object], message: str) -> None:
@@ -140,12 +143,90 @@ def test_a_wrong_index_is_told(folder: Path, change: dict[str, object], message:
         read_index(folder)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"document_ends": [5, 3, 201]},
+        {"document_ends": [10**30]},
+        {"document_ends": []},
+        {"document_ends": [100.5, 201]},
+        {"sha256": None},
+        {"split": "other"},
+        {"tokens": 200},
+        {"file": "a\0.bin"},
+    ],
+    ids=str,
+)
+def test_a_wrong_shard_in_the_index_is_told(folder: Path, change: dict[str, object]) -> None:
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    index["shards"][0].update(change)
+    path.write_text(json.dumps(index))
+    with pytest.raises(UserError, match=r"is not a longspan-tokens-1 index: shards\.0"):
+        read_index(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 99999, b"\xff", b"null"])
+def test_an_index_that_is_no_json_is_told(folder: Path, content: bytes) -> None:
+    (folder / "index.json").write_bytes(content)
+    with pytest.raises(UserError, match="is not a longspan-tokens-1 index"):
+        read_index(folder)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"text": "\xff"}', "line 1 is not JSON"),
+        (b'{"text": "\\ud800"}', "line 1 is not text"),
+        (b"[" * 99999, "line 1 is not JSON"),
+        (b"[1]", r"has no text under 'text' \(it has list\)"),
+        (b"\n\n", "no text for the train split"),
+    ],
+)
+def test_bad_jsonl_is_told_and_leaves_nothing(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "in.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        build([tmp_path / "in.jsonl"], tmp_path / "out", validation=0)
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+def test_a_missing_input_makes_no_folders(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no such file or folder"):
+        build([tmp_path / "nothing"], tmp_path / "a" / "b" / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_broken_hugging_face_dataset_is_told(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "dataset_dict.json").write_text("{")
+    with pytest.raises(UserError, match="not a readable Hugging Face dataset"):
+        build([tmp_path / "in"], tmp_path / "out")
+
+
+def test_a_tokenizer_s_own_limits_and_gaps_cut_nothing(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    words = {"<eos>": 0, "the": 1, "cat": 70_000}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.enable_truncation(3)
+    inner.enable_padding(length=50)
+    inner.save(str(tmp_path / "words.json"))
+    (tmp_path / "in.txt").write_text("the cat " * 10)
+    index = build(
+        [tmp_path / "in.txt"], tmp_path / "out", tokenizer=tmp_path / "words.json", validation=0
+    )
+    assert (index.vocab, index.dtype) == (70_001, "uint32")
+    tokens = map_shard(tmp_path / "out", index, index.shards[0]).tolist()
+    assert tokens == [1, 70_000] * 10 + [0]
+
+
 def test_an_index_cannot_name_files_elsewhere(folder: Path) -> None:
     path = folder / "index.json"
     index = json.loads(path.read_text())
     index["shards"][0]["file"] = "../in.txt"
     path.write_text(json.dumps(index))
-    with pytest.raises(UserError, match="plain file names"):
+    with pytest.raises(UserError, match=r"shards\.0\.file"):
         read_index(folder)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -121,8 +122,16 @@ def test_batch_stacks_samples(folder: Path) -> None:
     source = open_folder(folder, 16)
     samples = [source.sample(0, index) for index in range(3)]
     batch = batch_of(samples, torch.device("cpu"))
-    assert batch.tokens.shape == batch.targets.shape == batch.documents.shape == (3, 16)
+    assert batch.tokens.shape == batch.targets.shape == (3, 16)
     assert batch.tokens[2].tolist() == samples[2].tokens.tolist()
+
+
+def test_a_token_beyond_the_vocabulary_is_told(folder: Path, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "copy")
+    index = tmp_path / "copy" / "index.json"
+    index.write_text(index.read_text().replace('"vocab":256', '"vocab":40'))
+    with pytest.raises(UserError, match="and its vocabulary ends at 40"):
+        open_folder(tmp_path / "copy", 16).sample(0, 0)
 
 
 def test_too_long_a_context_is_told(folder: Path) -> None:

@@ -120,7 +120,10 @@ def test_a_resumed_run_may_change_its_batch_and_goes_on_in_the_data(
     ]  # fmt: skip
 
 
-def test_it_learns_and_reports(shards: Path, tmp_path: Path) -> None:
+def test_it_learns_and_reports(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SOME_API_KEY", "hidden-in-a-variable")
     run = small_run(
         shards, "train.steps=60", "train.lr=1e-2", "train.eval_every=20", "track.prompt=the "
     )
@@ -137,7 +140,7 @@ def test_it_learns_and_reports(shards: Path, tmp_path: Path) -> None:
     assert load_run(tmp_path / "run" / "run.toml").train.precision == "fp32"
     environment = json.loads((tmp_path / "run" / "env.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__
-    assert not any("KEY" in key or "TOKEN" in key for key in environment)
+    assert "hidden-in-a-variable" not in (tmp_path / "run" / "env.json").read_text()
 
 
 def test_the_trained_model_is_what_was_saved(shards: Path, tmp_path: Path) -> None:
@@ -206,21 +209,52 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_never_saved(
     options += [f"track.log_every={log_every}", "checkpoint.every=7"]
     with pytest.raises(Diverged, match=r"lower train\.lr"):
         train(small_run(shards, *options), tmp_path / "run")
-    assert not (tmp_path / "run" / "checkpoints").exists()
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
+
+
+def test_weights_that_overflow_in_the_last_step_are_not_saved(shards: Path, tmp_path: Path) -> None:
+    options = ["train.steps=1", "train.lr=1e38", "train.warmup=0", "train.clip=0"]
+    with pytest.raises(Diverged, match="weights are not finite"):
+        train(small_run(shards, *options), tmp_path / "run")
+    assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 
 def test_resume_refuses_other_data_and_another_model(shards: Path, tmp_path: Path) -> None:
     train(small_run(shards, "train.steps=2"), tmp_path / "run")
     (tmp_path / "in.txt").write_text("other words " * 40)
     build([tmp_path / "in.txt"], tmp_path / "other", validation=0)
-    with pytest.raises(UserError, match="the data is not what"):
+    with pytest.raises(UserError, match="was trained with data SHA-256 ="):
         train(small_run(tmp_path / "other", "train.steps=4"), tmp_path / "run", resume=True)
-    with pytest.raises(UserError, match="its context is 32, was 64"):
-        train(small_run(shards, "data.context=32"), tmp_path / "run", resume=True)
-    with pytest.raises(UserError, match="its seed is 5, was 0"):
-        train(small_run(shards, "train.seed=5"), tmp_path / "run", resume=True)
-    with pytest.raises(UserError, match=r"differ at .*: the run has .*, the checkpoint"):
-        train(small_run(shards, "model.hidden=64"), tmp_path / "run", resume=True)
+    for change, message in [
+        ("data.context=32", "trained with data.context = 64, and the run has 32"),
+        ("train.seed=5", "trained with train.seed = 0, and the run has 5"),
+        ("model.hidden=64", "trained with model.hidden = 32, and the run has 64"),
+        ("model.heads=4", "trained with model.heads = 2, and the run has 4"),  # of equal shapes
+        ("model.rope_base=123.0", "trained with model.rope_base = None, and the run has 123"),
+        ("attention.dilation_rates=[1,2]", "attention.dilation_rates"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            train(small_run(shards, change), tmp_path / "run", resume=True)
+
+
+def test_a_prompt_that_cannot_be_encoded_is_told_before_training(tmp_path: Path) -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "cat": 1}, unk_token="?"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(tmp_path / "words.json"))
+    (tmp_path / "in.txt").write_text("the cat " * 200)
+    build(
+        [tmp_path / "in.txt"], tmp_path / "shards", tokenizer=tmp_path / "words.json", validation=0
+    )
+    for prompt in ("def", " "):
+        with pytest.raises(UserError, match=r"cannot encode|has no token"):
+            train(small_run(tmp_path / "shards", f"track.prompt={prompt}"), tmp_path / "run")
+        assert not (tmp_path / "run").exists()
+    result = train(
+        small_run(tmp_path / "shards", "track.prompt=the", "train.steps=1"), tmp_path / "run"
+    )
+    assert result.sample is not None
+    assert (tmp_path / "run" / "tokenizer.json").exists()
 
 
 def test_recall_trains_on_its_answers_only(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """One checkpoint is one folder: safetensors files and a manifest with the SHA-256 of each.
 
     checkpoints/step-00000020/
-      manifest.json            step, JSON state, and bytes and SHA-256 of every file
+      manifest.json            step, JSON state, and the SHA-256 of every file
       model.safetensors        one file per group of tensors
       optimizer.safetensors
       rng.safetensors
@@ -12,23 +12,32 @@ here can run code when it is read.
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from longspan.errors import UserError
+from longspan.errors import UserError, first_problem
 from longspan.files import new_folder, sha256_of
 
-FORMAT = "longspan-checkpoint-1"
 MANIFEST = "manifest.json"
 
 Groups = dict[str, dict[str, Tensor]]
+
+
+class Manifest(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    format: Literal["longspan-checkpoint-1"] = "longspan-checkpoint-1"
+    step: Annotated[int, Field(ge=0)]
+    state: dict[str, Any]
+    sha256: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -51,9 +60,9 @@ def save(folder: Path, step: int, groups: Groups, state: dict[str, Any]) -> Path
         for group, tensors in groups.items():
             path = draft / f"{group}.safetensors"
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256_of(path)}
-        manifest = {"format": FORMAT, "step": step, "state": state, "files": files}
-        (draft / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+            files[path.name] = sha256_of(path)
+        manifest = Manifest(step=step, state=state, sha256=files)
+        (draft / MANIFEST).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
     return target
 
 
@@ -71,26 +80,23 @@ def latest(folder: Path) -> Path | None:
 def load(path: Path, groups: tuple[str, ...] | None = None) -> Checkpoint:
     """Read a checkpoint, or only some of its groups; every file read is checked first."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        if manifest["format"] != FORMAT:
-            raise ValueError(f"its format is {manifest['format']!r}, expected {FORMAT!r}")
-        step, state, files = manifest["step"], manifest["state"], manifest["files"]
-        wanted = groups or tuple(name.removesuffix(".safetensors") for name in files)
+        manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
+        wanted = groups or tuple(name.removesuffix(".safetensors") for name in manifest.sha256)
         for name in (f"{group}.safetensors" for group in wanted):
-            digest = sha256_of(path / name)
-            if digest != files[name]["sha256"]:
-                raise ValueError(
-                    f"{name} is damaged: its SHA-256 is {digest[:12]}…, "
-                    f"the manifest says {files[name]['sha256'][:12]}…"
-                )
+            if sha256_of(path / name) != manifest.sha256.get(name):
+                raise ValueError(f"{name} is damaged: its SHA-256 is not the manifest's")
         tensors = {group: load_file(path / f"{group}.safetensors") for group in wanted}
-    except (OSError, KeyError, TypeError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = first_problem(error) if isinstance(error, ValidationError) else error
         raise UserError(
-            f"cannot use the checkpoint {path}: {error}. Remove that folder to go on from the "
+            f"cannot use the checkpoint {path}: {reason}. Remove that folder to go on from the "
             "one before it"
         ) from error
-    return Checkpoint(path, step, state, tensors)
+    return Checkpoint(path, manifest.step, manifest.state, tensors)
 
 
 def _all(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
+    """Checkpoints by step; a folder of another name, such as a copy put aside, is none."""
+    found = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in folder.glob("step-*"))
+    by_step = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
+    return [path for _, path in sorted(by_step)]

@@ -7,22 +7,22 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 
 from longspan.data.shards import DTYPES, INDEX, SPLITS, Index, Shard, dtype_for
-from longspan.data.tokenizer import open_tokenizer
+from longspan.data.tokenizer import TOKENIZER, ByteTokenizer, JsonTokenizer, Tokenizer
 from longspan.errors import UserError
 from longspan.files import new_folder
 
-TOKENIZER = "tokenizer.json"
 _VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 
 
 @dataclass(frozen=True)
 class Document:
     text: str
-    split: str | None = None
+    split: Literal["train", "validation"] | None = None
     """Set where the input itself names its split."""
 
 
@@ -44,17 +44,21 @@ def build(
         raise UserError(f"{out} exists already: choose a folder that does not, or remove it")
     if not 0 <= validation < 1:
         raise UserError(f"--validation must be at least 0 and below 1, got {validation}")
-    encoder = open_tokenizer(tokenizer)
+    for path in inputs:
+        if not path.exists():
+            raise UserError(f"no such file or folder: {path}")
+    encoder: Tokenizer = JsonTokenizer(tokenizer) if tokenizer else ByteTokenizer()
     dtype = dtype_for(encoder.vocab)
     try:
         with new_folder(out) as draft:
             writers = {s: _Writer(draft, s, dtype, shard_tokens) for s in SPLITS}
             for document in _documents(inputs, field_name):
                 tokens = encoder.encode(document.text)
+                if not tokens:
+                    continue
                 if encoder.end is not None:
                     tokens.append(encoder.end)
-                if tokens:
-                    writers[document.split or _split_of(document.text, validation)].add(tokens)
+                writers[document.split or _split_of(document.text, validation)].add(tokens)
             shards = [shard for writer in writers.values() for shard in writer.finish()]
             if not any(shard.split == "train" for shard in shards):
                 raise UserError(
@@ -62,15 +66,15 @@ def build(
                 )
             if tokenizer is not None:
                 (draft / TOKENIZER).write_bytes(tokenizer.read_bytes())
-            index = Index(encoder.name, encoder.vocab, dtype, shards)
-            (draft / INDEX).write_text(index.to_json(), encoding="utf-8")
+            index = Index(tokenizer=encoder.name, vocab=encoder.vocab, dtype=dtype, shards=shards)
+            (draft / INDEX).write_text(index.model_dump_json(), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot build {out}: {error.filename or out}: {error.strerror}") from error
     return index
 
 
-def _split_of(text: str, validation: float) -> str:
-    digest = hashlib.sha256(text.encode("utf-8", errors="surrogatepass")).digest()
+def _split_of(text: str, validation: float) -> Literal["train", "validation"]:
+    digest = hashlib.sha256(text.encode()).digest()
     return "validation" if int.from_bytes(digest[:8], "big") < validation * 2**64 else "train"
 
 
@@ -79,7 +83,7 @@ class _Writer:
     """Appends documents of one split to shards of about `limit` tokens."""
 
     folder: Path
-    split: str
+    split: Literal["train", "validation"]
     dtype: str
     limit: int
     shards: list[Shard] = field(default_factory=list)
@@ -104,14 +108,20 @@ class _Writer:
         name = f"{self.split}-{len(self.shards):05d}.bin"
         (self.folder / name).write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
-        self.shards.append(Shard(name, self.split, self._ends[-1], digest, self._ends))
+        self.shards.append(
+            Shard(
+                file=name,
+                split=self.split,
+                tokens=self._ends[-1],
+                sha256=digest,
+                document_ends=self._ends,
+            )
+        )
         self._parts, self._ends = [], []
 
 
 def _documents(inputs: list[Path], field_name: str) -> Iterator[Document]:
     for path in inputs:
-        if not path.exists():
-            raise UserError(f"no such file or folder: {path}")
         if path.is_file():
             yield from _from_file(path, field_name)
         elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
@@ -146,13 +156,13 @@ def _from_file(path: Path, field_name: str) -> Iterator[Document]:
 
 
 def _from_jsonl(path: Path, field_name: str) -> Iterator[Document]:
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
             try:
                 record = json.loads(line)
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise UserError(f"{path}, line {number} is not JSON: {error}") from error
             yield Document(_text_of(record, field_name, f"{path}, line {number}"))
 
@@ -162,6 +172,10 @@ def _text_of(record: object, field_name: str, where: str) -> str:
     if not isinstance(text, str):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise UserError(f"{where} has no text under {field_name!r} (it has {has}): set --field")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where} is not text: {error}") from error
     return text
 
 
@@ -172,9 +186,14 @@ def _from_hf(path: Path, field_name: str) -> Iterator[Document]:
         raise UserError(
             f"{path} is a Hugging Face dataset: pip install 'longspan[hf]' to read it"
         ) from error
-    loaded = datasets.load_from_disk(str(path))
+    try:
+        loaded = datasets.load_from_disk(str(path))
+    except Exception as error:  # whatever the library and Arrow below it raise
+        raise UserError(f"{path} is not a readable Hugging Face dataset: {error}") from error
     parts = loaded.items() if isinstance(loaded, datasets.DatasetDict) else [(None, loaded)]
     for name, part in parts:
-        split = "validation" if name in _VALIDATION_NAMES else "train" if name else None
+        split: Literal["train", "validation"] | None = "train" if name else None
+        if name in _VALIDATION_NAMES:
+            split = "validation"
         for number, record in enumerate(part):
             yield Document(_text_of(record, field_name, f"{path}, record {number}"), split)

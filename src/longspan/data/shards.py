@@ -12,45 +12,52 @@ cross shards.
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from longspan.errors import UserError
+from longspan.errors import UserError, first_problem
 from longspan.files import sha256_of
 
 INDEX = "index.json"
-FORMAT = "longspan-tokens-1"
-SPLITS = ("train", "validation")
+FORMAT: Literal["longspan-tokens-1"] = "longspan-tokens-1"
+SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 DTYPES = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
 
-
-@dataclass(frozen=True)
-class Shard:
-    file: str
-    split: str
-    tokens: int
-    sha256: str
-    document_ends: list[int]
+Count = Annotated[int, Field(ge=1, le=1 << 48)]
 
 
-@dataclass(frozen=True)
-class Index:
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+class Shard(_Strict):
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.bin$")]
+    split: Literal["train", "validation"]
+    tokens: Count
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    document_ends: Annotated[list[Count], Field(min_length=1)]
+
+    @model_validator(mode="after")
+    def _ends_rise_to_the_token_count(self) -> Shard:
+        ends = np.asarray(self.document_ends)
+        if ends[-1] != self.tokens or (np.diff(ends, prepend=0) <= 0).any():
+            raise ValueError(f"the document ends of {self.file} do not rise to its token count")
+        return self
+
+
+class Index(_Strict):
     tokenizer: str
-    vocab: int
-    dtype: str
+    vocab: Count
+    dtype: Literal["uint8", "uint16", "uint32"]
     shards: list[Shard]
-    format: str = FORMAT
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
+    format: Literal["longspan-tokens-1"] = FORMAT
 
 
-def dtype_for(vocab: int) -> str:
+def dtype_for(vocab: int) -> Literal["uint8", "uint16", "uint32"]:
     """The smallest token type that holds a vocabulary."""
     return "uint8" if vocab <= 1 << 8 else "uint16" if vocab <= 1 << 16 else "uint32"
 
@@ -58,37 +65,16 @@ def dtype_for(vocab: int) -> str:
 def read_index(folder: Path) -> Index:
     """The index of a folder of shards, checked field by field."""
     path = folder / INDEX
-    if not folder.is_dir():
-        raise UserError(f"no folder {folder}: expected token shards made by `longspan data build`")
     try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
+        return Index.model_validate_json(path.read_bytes())
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror}; make the folder with `longspan data build`"
         ) from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON: {error}; build the folder again") from error
-    try:
-        return _index_from(raw)
-    except (KeyError, TypeError, ValueError) as error:
+    except ValidationError as error:
         raise UserError(
-            f"{path} is not a {FORMAT} index: {error}; build the folder again"
+            f"{path} is not a {FORMAT} index: {first_problem(error)}; build the folder again"
         ) from error
-
-
-def _index_from(raw: Any) -> Index:
-    if raw["format"] != FORMAT:
-        raise ValueError(f"its format is {raw['format']!r}")
-    if raw["dtype"] not in DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(DTYPES)}, got {raw['dtype']!r}")
-    shards = [Shard(**shard) for shard in raw["shards"]]
-    for shard in shards:
-        if "/" in shard.file or "\\" in shard.file or shard.file.startswith("."):
-            raise ValueError(f"shard names must be plain file names, got {shard.file!r}")
-        ends = np.asarray(shard.document_ends, dtype=np.int64)
-        if len(ends) == 0 or ends[-1] != shard.tokens or (np.diff(ends, prepend=0) <= 0).any():
-            raise ValueError(f"the document ends of {shard.file} do not rise to its token count")
-    return Index(raw["tokenizer"], int(raw["vocab"]), raw["dtype"], shards)
 
 
 def map_shard(folder: Path, index: Index, shard: Shard) -> NDArray[Any]:

@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan.config import Data, Model
-from longspan.data.build import TOKENIZER
 from longspan.data.permutation import mix, permute
 from longspan.data.shards import SPLITS, map_shard, read_index
-from longspan.data.tokenizer import ByteTokenizer, Tokenizer, open_tokenizer
+from longspan.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_beside
 from longspan.errors import UserError
 
 IGNORED = -100
@@ -51,7 +50,6 @@ class Batch:
 
     tokens: Tensor
     targets: Tensor
-    documents: Tensor
 
 
 @dataclass(frozen=True)
@@ -115,11 +113,13 @@ class TokenSource(Source):
         splits: dict[str, Tokens],
         context: int,
         tokenizer: Tokenizer,
+        vocab: int,
         fingerprint: str,
     ) -> None:
         self.splits = splits
         self.context = context
         self.tokenizer = tokenizer
+        self.vocab = vocab
         self.fingerprint = fingerprint
         if self.windows("train") == 0:
             raise UserError(
@@ -152,6 +152,11 @@ class TokenSource(Source):
     def _window(self, split: str, window: int) -> Sample:
         data, start = self.splits[split], window * self.context
         tokens = data.read(start, start + self.context + 1)
+        if tokens.max() >= self.vocab:
+            raise UserError(
+                f"the data holds token {tokens.max()} and its vocabulary ends at {self.vocab}: "
+                "check the folder with `longspan data info`"
+            )
         positions = np.arange(start, start + self.context + 1)
         documents = np.searchsorted(data.document_ends, positions, side="right")
         documents -= documents[0]
@@ -207,24 +212,24 @@ def open_source(data: Data, model: Model) -> Source:
     if data.source == "recall":
         return RecallSource(data.context, data.recall_pairs, model.vocab)
     if data.source == "builtin":
-        source, vocab = _builtin(data.context), ByteTokenizer.vocab
+        source = _builtin(data.context)
     else:
-        source, vocab = _from_shards(Path(data.source), data.context)
-    if vocab > model.vocab:
+        source = _from_shards(Path(data.source), data.context)
+    if source.vocab > model.vocab:
         raise UserError(
-            f"the data's tokenizer has {vocab:,} tokens and model.vocab = {model.vocab:,}: "
-            f"set model.vocab={vocab} or more"
+            f"the data's tokenizer has {source.vocab:,} tokens and model.vocab = {model.vocab:,}: "
+            f"set model.vocab={source.vocab} or more"
         )
     return source
 
 
 def batch_of(samples: list[Sample], device: torch.device) -> Batch:
     """Samples stacked into tensors of shape (batch, context) on `device`."""
-    tokens, targets, documents = (
+    tokens, targets = (
         torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])).to(device)
-        for name in ("tokens", "targets", "documents")
+        for name in ("tokens", "targets")
     )
-    return Batch(tokens, targets, documents)
+    return Batch(tokens, targets)
 
 
 def count_targets(samples: list[Sample]) -> int:
@@ -237,6 +242,8 @@ def bigram_nats(samples: list[Sample]) -> float:
 
     It is fitted on what it is scored on, so no model of one token's context does better.
     """
+    if count_targets(samples) == 0:
+        return 0.0
     pairs = np.concatenate(
         [np.stack([s.tokens, s.targets], axis=1)[s.targets != IGNORED] for s in samples]
     )
@@ -245,9 +252,9 @@ def bigram_nats(samples: list[Sample]) -> float:
     return float(np.mean(np.log(total[context.ravel()]) - np.log(count[group.ravel()])))
 
 
-def _from_shards(folder: Path, context: int) -> tuple[TokenSource, int]:
+def _from_shards(folder: Path, context: int) -> TokenSource:
     index = read_index(folder)
-    splits = {}
+    splits: dict[str, Tokens] = {}
     for split in SPLITS:
         shards = [shard for shard in index.shards if shard.split == split]
         starts = np.cumsum([0, *(shard.tokens for shard in shards)])
@@ -259,9 +266,9 @@ def _from_shards(folder: Path, context: int) -> tuple[TokenSource, int]:
             [map_shard(folder, index, shard) for shard in shards],
             np.concatenate([np.zeros(0, dtype=np.int64), *ends]),
         )
-    tokenizer = open_tokenizer(None if index.tokenizer == "bytes" else folder / TOKENIZER)
+    tokenizer = tokenizer_beside(folder)
     fingerprint = hashlib.sha256("".join(s.sha256 for s in index.shards).encode()).hexdigest()
-    return TokenSource(splits, context, tokenizer, fingerprint), index.vocab
+    return TokenSource(splits, context, tokenizer, index.vocab, fingerprint)
 
 
 def _builtin(context: int) -> TokenSource:
@@ -285,4 +292,5 @@ def _builtin(context: int) -> TokenSource:
         )
         for split, texts in documents.items()
     }
-    return TokenSource(splits, context, ByteTokenizer(), digest.hexdigest())
+    bytes_only = ByteTokenizer()
+    return TokenSource(splits, context, bytes_only, bytes_only.vocab, digest.hexdigest())

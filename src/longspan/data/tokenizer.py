@@ -7,6 +7,8 @@ from typing import Protocol
 
 from longspan.errors import UserError
 
+TOKENIZER = "tokenizer.json"
+
 
 class Tokenizer(Protocol):
     name: str
@@ -50,18 +52,30 @@ class JsonTokenizer:
             raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
         except Exception as error:  # the library raises no narrower one
             raise UserError(f"{path} is not a tokenizers JSON file: {error}") from error
+        # A file may carry the limits of the model it was made for; here no text is cut or padded.
+        self._inner.no_truncation()
+        self._inner.no_padding()
         self.name = path.name
-        self.vocab = int(self._inner.get_vocab_size())
+        self.vocab = max(self._inner.get_vocab().values(), default=0) + 1  # ids may have gaps
         ends = (self._inner.token_to_id(name) for name in self._END_NAMES)
         self.end: int | None = next((end for end in ends if end is not None), None)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._inner.encode(text, add_special_tokens=False).ids)
+        try:
+            return list(self._inner.encode(text, add_special_tokens=False).ids)
+        except Exception as error:  # the library raises no narrower one
+            raise UserError(
+                f"the tokenizer {self.name} cannot encode this text: {error}"
+            ) from error
+
+    def to_json(self) -> str:
+        return str(self._inner.to_str())
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._inner.decode(tokens))
 
 
-def open_tokenizer(path: Path | None) -> Tokenizer:
-    """The tokenizer in a JSON file, or the byte tokenizer for None."""
-    return ByteTokenizer() if path is None else JsonTokenizer(path)
+def tokenizer_beside(folder: Path) -> Tokenizer:
+    """The tokenizer whose JSON file lies in `folder`, or bytes where none does."""
+    path = folder / TOKENIZER
+    return JsonTokenizer(path) if path.exists() else ByteTokenizer()

@@ -11,8 +11,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-from longspan.attention import KVCache, Pattern, attend, pattern_of
+from longspan.attention import Dense, KVCache, Pattern, attend, pattern_of
 from longspan.config import Model, Run
+from longspan.errors import UserError
 from longspan.nn import RMSNorm, SwiGLU, apply_rope, cross_entropy_sum, rope_table
 
 
@@ -127,14 +128,18 @@ def build_decoder(run: Run, device: torch.device) -> Decoder:
     """The run's model on `device`, its weights drawn from `train.seed`."""
     with torch.device("meta"):
         model = Decoder(run.model, pattern_of(run.attention), run.data.context)
-    model.to_empty(device=device)
+    try:
+        model.to_empty(device=device)
+    except RuntimeError as error:
+        count = sum(p.numel() for p in model.parameters())
+        raise UserError(
+            f"a model of {count:,} parameters does not fit in the memory of {device}: {error}"
+        ) from error
     model.initialise(run.train.seed, magneto=run.model.sub_layer_norm)
     return model
 
 
 def count_parameters(model: Model) -> int:
     """Parameters of a model, counted on the meta device: nothing is allocated."""
-    from longspan.attention import Dense
-
     with torch.device("meta"):
         return sum(p.numel() for p in Decoder(model, Dense(), context=1).parameters())

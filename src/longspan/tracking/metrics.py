@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
+
+from longspan.files import replace_text
 
 
 class MetricsFile:
@@ -14,13 +17,12 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, *, step: int) -> None:
-        kept = [line for line in _lines(path) if line["step"] <= step]
-        self._file = path.open("w", encoding="utf-8")
-        for line in kept:
-            self.write(line)
+        kept = [_encode(line) for line in _lines(path) if line["step"] <= step]
+        replace_text(path, "".join(kept))
+        self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line) + "\n")
+        self._file.write(_encode(line))
         self._file.flush()
 
     def __enter__(self) -> MetricsFile:
@@ -30,13 +32,25 @@ class MetricsFile:
         self._file.close()
 
 
+def _encode(line: dict[str, Any]) -> str:
+    """One line of JSON, which has no NaN: what is no number is null."""
+    finite = {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in line.items()
+    }
+    return json.dumps(finite) + "\n"
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; those cut short by a crash are left out."""
     if not path.exists():
         return []
     lines = []
-    for text in path.read_text(encoding="utf-8").splitlines():
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
-            continue  # a line cut short by a crash
+            continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
     return lines

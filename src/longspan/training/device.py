@@ -30,6 +30,11 @@ def resolve(run: Run, device: torch.device) -> Run:
         precision = "bf16" if has_bf16 else "fp32"
     if precision == "fp16" and device.type == "cpu":
         raise UserError('train.precision is "fp16", which needs a GPU: use "fp32" on this machine')
+    if device.type == "cuda" and run.model.head_dim % 8:
+        raise UserError(
+            f"model.hidden / model.heads = {run.model.head_dim} must be a multiple of 8 on a GPU: "
+            "change one of them"
+        )
     compiled = device.type == "cuda" if train.compile == "auto" else train.compile
     settled = {"device": device.type, "precision": precision, "compile": compiled}
     return run.model_copy(update={"train": train.model_copy(update=settled)})

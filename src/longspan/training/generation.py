@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from longspan.data import open_source
-from longspan.data.tokenizer import Tokenizer
+from longspan.data.tokenizer import Tokenizer, tokenizer_beside
 from longspan.errors import UserError
 from longspan.models import Decoder
 from longspan.training.device import autocast
 from longspan.training.state import load_trained
+
+COLD = 1e-6
+"""Below this temperature the best token is taken: dividing by it would overflow."""
 
 
 @torch.no_grad()
@@ -32,9 +35,7 @@ def complete(
     Keys and values are cached. A text that outgrows `context` goes on from its last half.
     """
     device = model.embedding.weight.device
-    tokens = tokenizer.encode(prompt)
-    if not tokens:
-        raise ValueError("expected a prompt of at least one token, got none")
+    tokens = encode_prompt(tokenizer, prompt)
     stream = torch.Generator().manual_seed(seed)
     caches, unseen = model.new_caches(), tokens[-context:]
     with torch.compiler.set_stance("force_eager"):  # the blocks may be compiled for training
@@ -50,9 +51,17 @@ def complete(
     return tokenizer.decode(tokens)
 
 
+def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    """The prompt's tokens, of which there must be one at least."""
+    tokens = tokenizer.encode(prompt)
+    if not tokens:
+        raise UserError(f"the prompt {prompt!r} has no token in the tokenizer {tokenizer.name}")
+    return tokens
+
+
 def pick(logits: Tensor, temperature: float, top_p: float, stream: torch.Generator) -> int:
-    """A token from logits (vocab,): the best at temperature 0, else drawn from the nucleus."""
-    if temperature == 0:
+    """A token from logits (vocab,): the best where it is cold, else drawn from the nucleus."""
+    if temperature < COLD:
         return int(logits.argmax())
     probabilities, order = (logits / temperature).softmax(-1).sort(descending=True)
     before = probabilities.cumsum(-1) - probabilities
@@ -64,17 +73,17 @@ def complete_from_run(
     run_dir: Path, prompt: str, *, count: int, temperature: float, top_p: float, seed: int
 ) -> str:
     """`complete` with the newest checkpoint of a run's folder."""
-    if not prompt:
-        raise UserError("--prompt must not be empty")
-    if count < 0 or temperature < 0 or not 0 < top_p <= 1:
+    if count < 0 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise UserError(
             "expected --tokens and --temperature of at least 0 and --top-p in (0, 1], got "
             f"{count}, {temperature} and {top_p}"
         )
+    if not 0 <= seed < 1 << 63:
+        raise UserError(f"--seed must be at least 0 and below 2^63, got {seed}")
     run, model, _ = load_trained(run_dir)
-    tokenizer = open_source(run.data, run.model).tokenizer
-    if tokenizer is None:
+    if run.data.source == "recall":
         raise UserError(f"{run_dir} was trained on {run.data.source!r}, which is not text")
+    tokenizer = tokenizer_beside(run_dir)
     with autocast(run):
         return complete(
             model, tokenizer, prompt, count=count, context=run.data.context,

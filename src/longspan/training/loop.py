@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +16,11 @@ from longspan.errors import Diverged, Stopped
 from longspan.models import Decoder, build_decoder
 from longspan.tracking import MetricsFile, Reporter
 from longspan.training.device import autocast, choose_device, resolve
-from longspan.training.folder import CHECKPOINTS, open_run_folder
-from longspan.training.generation import complete
+from longspan.training.folder import CHECKPOINTS, check_run_folder, open_run_folder
+from longspan.training.generation import complete, encode_prompt
 from longspan.training.meter import Meter
 from longspan.training.schedule import learning_rate
-from longspan.training.state import State
+from longspan.training.state import State, resume_key
 from longspan.training.stopping import StopRequest
 
 SAMPLE_TOKENS = 300
@@ -48,9 +47,12 @@ def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
     Raises UserError, before anything is written, where the run cannot start; Stopped, after a
     checkpoint is saved, on a request to stop; Diverged where the loss is no longer a number.
     """
+    check_run_folder(run_dir, resume=resume)
     device = choose_device(run)
     run = resolve(run, device)
     source = open_source(run.data, run.model)
+    if source.tokenizer and run.track.prompt:
+        encode_prompt(source.tokenizer, run.track.prompt)  # now, not after hours of training
     validation = source.validation_samples(run.train.eval_samples)
     baseline = source.baseline(validation) if validation else None
 
@@ -59,18 +61,14 @@ def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
     scaler = torch.amp.GradScaler(device.type, enabled=run.train.precision == "fp16")
     state = State(model, build_optimizer(model, run.train), scaler)
     saved = checkpoint.latest(run_dir / CHECKPOINTS) if resume else None
-    order = {
-        "fingerprint": source.fingerprint,
-        "context": run.data.context,
-        "seed": run.train.seed,
-    }
+    trained_with = resume_key(run, source)
     if saved:
-        state.restore(checkpoint.load(saved), order)
+        state.restore(checkpoint.load(saved), trained_with)
     if run.train.compile:
         for block in model.blocks:
             block.compile(fullgraph=True)
 
-    open_run_folder(run, run_dir, device, must_be_new=not resume)
+    open_run_folder(run, run_dir, device, source)
     meter = Meter(run, model, device, state.step)
     with (
         StopRequest() as stop,
@@ -92,10 +90,11 @@ def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
                 line = meter.line(state, grad_norm)
                 metrics.write(line)
                 reporter.metrics(line, meter.seconds_left)
-                require_finite(line, run)  # so that no checkpoint holds what is no number
+                if not math.isfinite(line["loss"]):
+                    raise Diverged(f"loss {line['loss']} at step {state.step}: lower train.lr")
             with meter.paused():
                 if saves:
-                    state.save(run_dir / CHECKPOINTS, order, keep=run.checkpoint.keep)
+                    state.save(run_dir / CHECKPOINTS, trained_with, keep=run.checkpoint.keep)
                 if not ended and due(state.step, run.train.eval_every):
                     found = evaluate(model, validation, run, device, stop)
                     report_validation(reporter, metrics, state.step, found, baseline)
@@ -220,14 +219,6 @@ def sample_text(model: Decoder, source: Source, run: Run, device: torch.device) 
             context=run.data.context,
             seed=run.train.seed,
         )
-
-
-def require_finite(line: dict[str, Any], run: Run) -> None:
-    """Raise Diverged where the loss or, but for fp16's skipped steps, the gradient is no number."""
-    wanted = ("loss",) if run.train.precision == "fp16" else ("loss", "grad_norm")
-    for key in wanted:
-        if not math.isfinite(line[key]):
-            raise Diverged(f"{key} is {line[key]} at step {line['step']}: lower train.lr")
 
 
 def due(step: int, every: int) -> bool:

@@ -22,7 +22,8 @@ from longspan.training.state import State
 def flops_per_sample(run: Run, model: Decoder) -> float:
     """Forward and backward FLOPs of one sequence: 6 per matrix weight and token, and attention.
 
-    An embedding that is not also the head is looked up, not multiplied by.
+    As is usual for MFU, backward counts as twice forward: what a kernel computes again is no work
+    of the model. An embedding that is not also the head is looked up, not multiplied by.
     """
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     if model.head is not None:
@@ -80,7 +81,7 @@ class Meter:
 
     @property
     def median_rate(self) -> float | None:
-        """Tokens per second, the median of the lines; the first holds the warm-up."""
+        """Tokens per second: the median of the lines, so that a slow first one hardly counts."""
         return statistics.median(self._rates) if self._rates else None
 
     @property

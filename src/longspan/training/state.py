@@ -5,19 +5,47 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor
 
 from longspan import checkpoint
 from longspan.checkpoint import Checkpoint
 from longspan.config import Run
-from longspan.errors import UserError
+from longspan.data import Source
+from longspan.errors import Diverged, UserError, first_problem
 from longspan.models import Decoder, build_decoder
-from longspan.runfile import load_run
+from longspan.runfile import load_run, saved_run_file
 from longspan.training.device import choose_device, resolve
-from longspan.training.folder import CHECKPOINTS, saved_run_file
+from longspan.training.folder import CHECKPOINTS
+
+
+class Scalars(BaseModel):
+    """What a checkpoint holds beside tensors."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    samples: Annotated[int, Field(ge=0)]
+    scaler: dict[str, float]
+    trained_with: dict[str, Any]
+
+
+def resume_key(run: Run, source: Source) -> dict[str, Any]:
+    """What fixes the function and the order of samples, and so may not change on resume."""
+    sections = {
+        f"{section}.{key}": value
+        for section in ("model", "attention")
+        for key, value in getattr(run, section).model_dump(mode="json").items()
+        if key != "preset"
+    }
+    return {
+        **sections,
+        "data.context": run.data.context,
+        "train.seed": run.train.seed,
+        "data SHA-256": source.fingerprint,
+    }
 
 
 @dataclass
@@ -31,35 +59,40 @@ class State:
     samples: int = 0
     """Position in the data: how many samples of the endless order have been used."""
 
-    def save(self, folder: Path, order: dict[str, Any], *, keep: int) -> Path:
-        """Write a checkpoint; `order` is what, with `samples`, fixes the place in the data."""
+    def save(self, folder: Path, trained_with: dict[str, Any], *, keep: int) -> Path:
+        """Write a checkpoint that can be resumed under the same `trained_with`."""
+        if not all(torch.isfinite(weight).all() for weight in self.model.parameters()):
+            raise Diverged(f"weights are not finite after step {self.step}: lower train.lr")
         groups = {
             "model": dict(self.model.state_dict()),
             "optimizer": self._optimizer_tensors(),
             "rng": _rng(),
         }
-        scalars = {
-            "samples": self.samples,
-            "order": order,
-            "scaler": self.scaler.state_dict(),
-        }
-        path = checkpoint.save(folder, self.step, groups, scalars)
+        scalars = Scalars(
+            samples=self.samples, scaler=self.scaler.state_dict(), trained_with=trained_with
+        )
+        path = checkpoint.save(folder, self.step, groups, scalars.model_dump())
         checkpoint.prune(folder, keep)
         return path
 
-    def restore(self, saved: Checkpoint, order: dict[str, Any]) -> None:
+    def restore(self, saved: Checkpoint, trained_with: dict[str, Any]) -> None:
         """Take over a checkpoint, which must be of the same model and order of samples."""
-        for key, was in saved.state["order"].items():
-            if order[key] != was:
+        try:
+            scalars = Scalars.model_validate(saved.state)
+        except ValidationError as error:
+            raise UserError(f"the state in {saved.path}: {first_problem(error)}") from error
+        for key, was in scalars.trained_with.items():
+            if trained_with.get(key) != was:
                 raise UserError(
-                    f"the data is not what {saved.path} was trained on: its {key} is "
-                    f"{order[key]}, was {was}; set it back, or start a new run"
+                    f"{saved.path} was trained with {key} = {was}, and the run has "
+                    f"{trained_with.get(key)}: set it back, or start a new run"
                 )
         load_weights(self.model, saved)
         self._load_optimizer(saved.groups["optimizer"])
-        self.scaler.load_state_dict(saved.state["scaler"])
+        if scalars.scaler and self.scaler.is_enabled():
+            self.scaler.load_state_dict(scalars.scaler)
         _set_rng(saved.groups["rng"])
-        self.step, self.samples = saved.step, saved.state["samples"]
+        self.step, self.samples = saved.step, scalars.samples
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         return {
@@ -92,7 +125,7 @@ def load_weights(model: Decoder, saved: Checkpoint) -> None:
 
 def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
     """The run file, the model at its newest checkpoint, and that checkpoint's step."""
-    run = load_run(saved_run_file(run_dir), ["train.device=auto"])
+    run = load_run(saved_run_file(run_dir), ["train.device=auto", "train.precision=auto"])
     device = choose_device(run)
     run = resolve(run, device)
     path = checkpoint.latest(run_dir / CHECKPOINTS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from types import FrameType
 from typing import Any
@@ -28,3 +29,5 @@ class StopRequest:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        # os.write, as print may be interrupted by this very handler
+        os.write(2, b"stopping after this step; once more to stop at once\n")

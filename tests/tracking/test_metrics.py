@@ -1,0 +1,32 @@
+"""metrics.jsonl survives crashes and resumes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from longspan.tracking import MetricsFile
+
+
+def test_resume_drops_later_lines_and_what_is_no_line(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    kept = [{"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.5}]
+    path.write_bytes(
+        b"\n".join([json.dumps(line).encode() for line in kept])
+        + b'\n{"step": 3, "loss": 1}\nnull\n{}\n\xff\n{"step": 2, "lo'
+    )
+    with MetricsFile(path, step=2) as metrics:
+        metrics.write({"step": 3, "loss": 0.5})
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    assert found == [*kept, {"step": 3, "loss": 0.5}]
+
+
+def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+    with MetricsFile(tmp_path / "metrics.jsonl", step=0) as metrics:
+        metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(text, parse_constant=lambda _: 1 / 0) == {
+        "step": 1,
+        "loss": None,
+        "grad_norm": None,
+    }
