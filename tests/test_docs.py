@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 
 from longspan.cli import _parser
 from longspan.config import Section
@@ -60,3 +61,12 @@ def test_links_between_pages_lead_somewhere() -> None:
 )
 def test_every_example_run_file_is_valid(example: Path) -> None:
     load_run(example)
+
+
+def test_the_python_in_the_attention_page_runs() -> None:
+    q, k, v = (torch.randn(1, 64, 4, 8) for _ in range(3))
+    names: dict[str, object] = {"q": q, "k": k, "v": v}
+    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/attention.md").read_text(), re.S):
+        exec(block, names)
+    assert isinstance(names["y"], torch.Tensor)
+    assert names["y"].shape == q.shape

@@ -2,19 +2,30 @@
 
 from longspan.attention.cache import KVCache
 from longspan.attention.masked import Mask
+from longspan.attention.modules import (
+    BlockSparseAttention,
+    DilatedAttention,
+    MultiheadDilatedAttention,
+)
 from longspan.attention.operator import attend, choose_backend
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern, pattern_of
+from longspan.attention.picture import picture, picture_svg
 
 __all__ = [
     "BlockSparse",
+    "BlockSparseAttention",
     "Dense",
     "Dilated",
+    "DilatedAttention",
     "KVCache",
     "Mask",
+    "MultiheadDilatedAttention",
     "Pattern",
     "attend",
     "attend_oracle",
     "choose_backend",
     "pattern_of",
+    "picture",
+    "picture_svg",
 ]

@@ -28,7 +28,7 @@ class Scalars(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     samples: Annotated[int, Field(ge=0)]
-    scaler: dict[str, float]
+    scaler: dict[str, int | float]
     trained_with: dict[str, Any]
 
 

@@ -1,0 +1,182 @@
+"""Attention as modules: patterns with their options, and a stand-in for nn.MultiheadAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from longspan.attention.operator import attend
+from longspan.attention.pattern import BlockSparse, Dilated, Pattern
+
+
+class PatternAttention(nn.Module):
+    """`attend` with a fixed pattern; dropout acts in training, from torch's random state."""
+
+    def __init__(
+        self, pattern: Pattern, *, dropout: float = 0.0, softmax_scale: float | None = None
+    ) -> None:
+        super().__init__()
+        self.pattern = pattern
+        self.dropout = dropout
+        self.softmax_scale = softmax_scale
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        is_causal: bool = False,
+        documents: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        """Tensors and options as for `attend`: (batch, tokens, heads, head_dim)."""
+        dropout = self.dropout if self.training else 0.0
+        return attend(
+            q,
+            k,
+            v,
+            self.pattern,
+            is_causal=is_causal,
+            scale=self.softmax_scale,
+            documents=documents,
+            key_padding_mask=key_padding_mask,
+            dropout_p=dropout,
+            dropout_seed=int(torch.randint(1 << 31, ())) if dropout > 0 else 0,
+        )
+
+    def extra_repr(self) -> str:
+        return repr(self.pattern)
+
+
+class DilatedAttention(PatternAttention):
+    """LongNet's dilated attention."""
+
+    def __init__(
+        self,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+    ) -> None:
+        pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates))
+        super().__init__(pattern, dropout=dropout, softmax_scale=softmax_scale)
+
+
+class BlockSparseAttention(PatternAttention):
+    """Attention over blocks of keys; the arguments are those of the BlockSparse pattern."""
+
+    def __init__(
+        self,
+        block_size: int,
+        *,
+        local_window: int = 0,
+        global_tokens: int = 0,
+        stride: int = 0,
+        sparsity: float = 0.0,
+        seed: int = 0,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+    ) -> None:
+        pattern = BlockSparse(block_size, local_window, global_tokens, stride, sparsity, seed)
+        super().__init__(pattern, dropout=dropout, softmax_scale=softmax_scale)
+
+
+class MultiheadDilatedAttention(nn.Module):
+    """Takes the place of `nn.MultiheadAttention(embed_dim, num_heads, batch_first=True)`.
+
+    Parameters have the same names and shapes, so a state dict of one loads into the other. Two
+    things differ: attention follows the dilated pattern, and weights are not returned, since they
+    are never formed: the second value of the result is None, and `need_weights=True` an error.
+
+    `sub_layer_norm` is MAGNETO's: a LayerNorm before the output projection, and Xavier's init with
+    `magneto_gain` (√(ln 2·layers) for a decoder) on the value and output projections.
+    """
+
+    # Read by nn.TransformerEncoderLayer, whose fused path would else run dense attention on the
+    # parameters below.
+    _qkv_same_embed_dim = False
+    batch_first = True
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        segment_lengths: Sequence[int],
+        dilation_rates: Sequence[int],
+        *,
+        dropout: float = 0.0,
+        bias: bool = True,
+        sub_layer_norm: bool = False,
+        magneto_gain: float = 1.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if embed_dim % num_heads:
+            raise ValueError(
+                f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
+            )
+        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.attention = DilatedAttention(segment_lengths, dilation_rates, dropout=dropout)
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **place))
+        self.in_proj_bias: nn.Parameter | None
+        self.register_parameter(
+            "in_proj_bias", nn.Parameter(torch.empty(3 * embed_dim, **place)) if bias else None
+        )
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
+        self.norm = nn.LayerNorm(embed_dim, **place) if sub_layer_norm else nn.Identity()
+        self._initialise(magneto_gain if sub_layer_norm else None)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = False,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[Tensor, None]:
+        """query (batch, queries, embed_dim), key and value (batch, keys, embed_dim).
+
+        `key_padding_mask`: bool (batch, keys), True for padding. `attn_mask` is only the hint that
+        torch passes along with `is_causal`; a mask of one's own has no place in the pattern.
+        """
+        if need_weights:
+            raise ValueError("need_weights must be False: the weights are never formed")
+        if attn_mask is not None and not is_causal:
+            raise ValueError(
+                "attn_mask is only accepted with is_causal=True, as the causal mask: the dilated "
+                "pattern says which keys a query sees"
+            )
+        if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
+            key_padding_mask = key_padding_mask < 0  # torch's own layers pass 0 and -inf
+        weights = self.in_proj_weight.chunk(3)
+        biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
+        q, k, v = (
+            linear(x, weight, bias).view(*x.shape[:2], self.num_heads, -1)
+            for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+        )
+        out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask)
+        return self.out_proj(self.norm(out.flatten(-2))), None
+
+    def _initialise(self, magneto_gain: float | None) -> None:
+        """nn.MultiheadAttention's own init, or MAGNETO's."""
+        if magneto_gain is None:
+            nn.init.xavier_uniform_(self.in_proj_weight)
+        else:
+            gains = (1.0, 1.0, magneto_gain)
+            for weight, gain in zip(self.in_proj_weight.data.chunk(3), gains, strict=True):
+                nn.init.xavier_normal_(weight, gain=gain)
+            nn.init.xavier_normal_(self.out_proj.weight, gain=magneto_gain)
+        for bias in (self.in_proj_bias, self.out_proj.bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
