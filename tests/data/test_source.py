@@ -70,6 +70,15 @@ def test_documents_are_kept_and_no_target_crosses_them(folder: Path) -> None:
         assert np.array_equal(sample.targets[:-1][inside], sample.tokens[1:][inside])
 
 
+@pytest.mark.parametrize("context", [1, 7, 16, 64])
+def test_targets_are_counted_without_reading(folder: Path, context: int) -> None:
+    source = open_folder(folder, context)
+    for index in range(min(300, 2 * source.windows("train"))):
+        assert source.targets_in(3, index) == count_targets([source.sample(3, index)])
+    recall = RecallSource(context=200, pairs=8, vocab=64)
+    assert recall.targets_in(0, 5) == count_targets([recall.sample(0, 5)])
+
+
 def test_validation_is_apart_from_training_and_has_no_seed(folder: Path) -> None:
     source = open_folder(folder, 16)
     samples = source.validation_samples(1000)

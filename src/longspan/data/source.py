@@ -76,6 +76,13 @@ class Source(ABC):
         """Training sample `index` of the endless order that `seed` selects."""
 
     @abstractmethod
+    def targets_in(self, seed: int, index: int) -> int:
+        """How many positions of training sample `index` carry loss, without reading it.
+
+        So every process knows how many the whole step has, whichever samples it reads itself.
+        """
+
+    @abstractmethod
     def validation_samples(self, count: int) -> list[Sample]:
         """The first `count` validation samples, or all where there are fewer; the same always."""
 
@@ -136,8 +143,14 @@ class TokenSource(Source):
         return f"tokens: {', '.join(parts)}; {self.windows('train'):,} samples an epoch"
 
     def sample(self, seed: int, index: int) -> Sample:
-        epoch, position = divmod(index, self.windows("train"))
-        return self._window("train", permute(position, self.windows("train"), seed, epoch))
+        return self._window("train", self._train_window(seed, index))
+
+    def targets_in(self, seed: int, index: int) -> int:
+        # All positions but those that end a document, of which there is one per end in the window.
+        start = self._train_window(seed, index) * self.context
+        ends = self.splits["train"].document_ends
+        first, last = np.searchsorted(ends, [start, start + self.context], side="right")
+        return self.context - int(last - first)
 
     def validation_samples(self, count: int) -> list[Sample]:
         windows = self.windows("validation")
@@ -148,6 +161,10 @@ class TokenSource(Source):
 
     def baseline(self, samples: list[Sample]) -> Baseline:
         return Baseline("bigram", bigram_nats(samples))
+
+    def _train_window(self, seed: int, index: int) -> int:
+        epoch, position = divmod(index, self.windows("train"))
+        return permute(position, self.windows("train"), seed, epoch)
 
     def _window(self, split: str, window: int) -> Sample:
         data, start = self.splits[split], window * self.context
@@ -184,6 +201,9 @@ class RecallSource(Source):
 
     def sample(self, seed: int, index: int) -> Sample:
         return self._make(mix(seed, 0, index))
+
+    def targets_in(self, seed: int, index: int) -> int:
+        return self.pairs
 
     def validation_samples(self, count: int) -> list[Sample]:
         return [self._make(mix(0, 1, index)) for index in range(count)]

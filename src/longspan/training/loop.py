@@ -130,13 +130,13 @@ def train_step(
     """
     train = run.train
     indices = range(state.samples, state.samples + train.global_batch)
-    samples = [source.sample(train.seed, index) for index in indices]
-    tokens_with_loss = max(1, count_targets(samples))
+    tokens_with_loss = max(1, sum(source.targets_in(train.seed, index) for index in indices))
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(train, state.step)
     total = torch.zeros((), device=device)
-    for start in range(0, len(samples), train.micro_batch):
-        batch = batch_of(samples[start : start + train.micro_batch], device)
+    for start in range(0, train.global_batch, train.micro_batch):
+        micro = indices[start : start + train.micro_batch]
+        batch = batch_of([source.sample(train.seed, index) for index in micro], device)
         with autocast(run):
             loss = state.model(batch.tokens, batch.targets) / tokens_with_loss
         state.scaler.scale(loss).backward()
