@@ -51,11 +51,11 @@ def parse_run(tables: Mapping[str, Any], name: str = "run") -> Run:
     for key, section in SECTIONS.items():
         table = tables.get(key, {})
         if isinstance(table, Mapping):
-            unknown = [name for name in table if name not in section.model_fields]
+            unknown = [field for field in table if field not in section.model_fields]
             problems += [
-                Problem(f"{key}.{n}", f"unknown key{_place(str(n), key)}") for n in unknown
+                Problem(f"{key}.{field}", f"unknown key{_place(field, key)}") for field in unknown
             ]
-            table = {name: value for name, value in table.items() if name not in unknown}
+            table = {field: table[field] for field in table if field not in unknown}
         try:
             sections[key] = section.model_validate(table)
         except ValidationError as error:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -66,7 +67,17 @@ def block_sparse_patterns(draw: st.DrawFn) -> BlockSparse:
     )
 
 
-PATTERNS = st.one_of(st.just(Dense()), dilated_patterns(), block_sparse_patterns())
+@st.composite
+def dilated_block_sparse_patterns(draw: st.DrawFn) -> Dilated:
+    return replace(draw(dilated_patterns()), blocks=draw(block_sparse_patterns()))
+
+
+PATTERNS = st.one_of(
+    st.just(Dense()),
+    dilated_patterns(),
+    block_sparse_patterns(),
+    dilated_block_sparse_patterns(),
+)
 HEADS = st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1)])
 
 

@@ -46,6 +46,17 @@ def test_rows_and_coverage_equal_what_the_mask_says(
         assert found.tolist() == expected.tolist()
 
 
+def test_block_sparse_within_dilated_segments_counts_rows_of_the_segment() -> None:
+    # Segments of 16 at rate 2 have 8 rows; in blocks of 2 rows each sees its own block only, so
+    # head 0 pairs positions {0, 2}, {4, 6}, … and nothing across.
+    pattern = Dilated((16,), (2,), blocks=BlockSparse(2))
+    position = torch.arange(32)
+    seen = pattern.counts(position, position, 0).nonzero().tolist()
+    assert [k for q, k in seen if q == 6] == [4, 6]
+    assert [k for q, k in seen if q == 16] == [16, 18]
+    assert len(seen) == 8 * 4
+
+
 def test_block_sparse_keeps_what_it_says() -> None:
     index = torch.arange(6)
 

@@ -10,7 +10,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.attention.dilated import dilated_attention
 from longspan.attention.masked import Mask, masked_attention
-from longspan.attention.pattern import Dense, Dilated, Pattern
+from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
 
 BackendName = Literal["sdpa", "views", "masked"]
 
@@ -90,6 +90,8 @@ def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
     match mask.pattern:
         case Dense() if q.shape[1] == k.shape[1] or not mask.is_causal:
             return Backend("sdpa", "a dense pattern with nothing masked")
+        case Dilated(blocks=BlockSparse()):
+            return Backend("masked", "the dilated segments are block-sparse")
         case Dilated() if q.shape[1] == k.shape[1]:
             return Backend("views", "a dilated pattern with nothing masked")
         case Dense() | Dilated():

@@ -69,7 +69,7 @@ class Dense(Pattern):
         return torch.ones(len(queries), len(keys), dtype=torch.int64)
 
     def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
-        return heads * _pairs_within(tokens, is_causal)
+        return heads * (tokens * (tokens + 1) // 2 if is_causal else tokens * tokens)
 
     def covers(self, queries: Tensor, head: int) -> Tensor:
         return torch.ones(len(queries), dtype=torch.bool)
@@ -79,69 +79,6 @@ class Dense(Pattern):
 
     def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
         return torch.ones(len(keys), dtype=torch.bool)
-
-
-@dataclass(frozen=True)
-class Dilated(Pattern):
-    """LongNet's branches: within segments of w tokens, head h keeps positions p ≡ h (mod r).
-
-    >>> Dilated(segment_lengths=(2048, 4096, 8192), dilation_rates=(1, 2, 4))
-    Dilated(segment_lengths=(2048, 4096, 8192), dilation_rates=(1, 2, 4))
-    """
-
-    segment_lengths: tuple[int, ...]
-    dilation_rates: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        if problems := branch_problems(self.segment_lengths, self.dilation_rates):
-            raise ValueError("; ".join(problems))
-
-    @property
-    def branches(self) -> tuple[tuple[int, int], ...]:
-        """(segment length w, dilation rate r) of each branch."""
-        return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
-
-    def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
-        p, k = queries[:, None], keys[None, :]
-        seen = torch.zeros(len(queries), len(keys), dtype=torch.int64)
-        for w, r in self.branches:
-            seen += (p // w == k // w) & (p % r == head % r) & (k % r == head % r)
-        return seen
-
-    def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
-        total = 0
-        for w, r in self.branches:
-            for offset in range(min(r, heads, tokens)):
-                heads_here = len(range(offset, heads, r))
-                rows = len(range(offset, tokens, r))
-                whole, rest = divmod(rows, w // r)
-                per_head = whole * _pairs_within(w // r, is_causal) + _pairs_within(rest, is_causal)
-                total += heads_here * per_head
-        return total
-
-    def covers(self, queries: Tensor, head: int) -> Tensor:
-        kept = [queries % r == head % r for r in self.dilation_rates]
-        return torch.stack(kept).any(0)
-
-    def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
-        rows = [torch.zeros(0, dtype=torch.int64)]
-        for w, r in self.branches:
-            queries = range(_at_or_after(start, head, r), stop, r)
-            if not queries:
-                continue
-            first = _at_or_after(queries[0] // w * w, head, r)
-            end = queries[-1] + 1 if is_causal else min((queries[-1] // w + 1) * w, tokens)
-            rows.append(torch.arange(first, end, r))
-        sorted_rows: Tensor = torch.unique(torch.cat(rows))
-        return sorted_rows
-
-    def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
-        awaited = torch.zeros(len(keys), dtype=torch.bool)
-        for w, r in self.branches:
-            segment = position // w
-            if _at_or_after(position, head, r) // w == segment:  # a query of this head is to come
-                awaited |= (keys // w == segment) & (keys % r == head % r)
-        return awaited
 
 
 @dataclass(frozen=True)
@@ -199,14 +136,13 @@ class BlockSparse(Pattern):
         b = self.block_size
         index = torch.arange(-(-tokens // b))
         sizes = (tokens - index * b).clamp(max=b)  # the last block may be short
-        kept = self.blocks(index, index)
-        if is_causal:
-            diagonal = int((sizes * (sizes + 1) // 2).sum())
-            kept = kept.tril(-1)
-        else:
-            diagonal = 0
-        full = int((kept.long() * sizes[:, None] * sizes[None, :]).sum())
-        return heads * (full + diagonal)
+        total = int((sizes * (sizes + 1) // 2).sum()) if is_causal else 0  # the diagonal blocks
+        for rows in torch.split(index, 256):
+            kept = self.blocks(rows, index)
+            if is_causal:
+                kept &= index[None, :] < rows[:, None]
+            total += int((sizes[rows] * (kept * sizes).sum(1)).sum())
+        return heads * total
 
     def covers(self, queries: Tensor, head: int) -> Tensor:
         return torch.ones(len(queries), dtype=torch.bool)
@@ -232,8 +168,80 @@ class BlockSparse(Pattern):
         return near | (block < self.global_tokens // self.block_size)
 
 
-def _pairs_within(rows: int, is_causal: bool) -> int:
-    return rows * (rows + 1) // 2 if is_causal else rows * rows
+@dataclass(frozen=True)
+class Dilated(Pattern):
+    """LongNet's branches: within segments of w tokens, head h keeps positions p ≡ h (mod r).
+
+    With `blocks`, a segment's kept rows, counted 0, 1, 2… from its start, see one another only
+    where that block-sparse pattern lets them.
+    """
+
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    blocks: BlockSparse | None = None
+
+    def __post_init__(self) -> None:
+        if problems := branch_problems(self.segment_lengths, self.dilation_rates):
+            raise ValueError("; ".join(problems))
+
+    @property
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """(segment length w, dilation rate r) of each branch."""
+        return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
+
+    def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
+        p, k = queries[:, None], keys[None, :]
+        seen = torch.zeros(len(queries), len(keys), dtype=torch.int64)
+        for w, r in self.branches:
+            together = (p // w == k // w) & (p % r == head % r) & (k % r == head % r)
+            if self.blocks is not None:
+                together &= self.blocks.counts(queries % w // r, keys % w // r, head) > 0
+            seen += together
+        return seen
+
+    def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
+        total = 0
+        for w, r in self.branches:
+            for offset in range(min(r, heads, tokens)):
+                heads_here = len(range(offset, heads, r))
+                rows = len(range(offset, tokens, r))
+                whole, rest = divmod(rows, w // r)
+                inner = self.blocks or Dense()
+                per_segment, in_rest = (
+                    inner.pairs(length, 1, is_causal=is_causal) for length in (w // r, rest)
+                )
+                total += heads_here * (whole * per_segment + in_rest)
+        return total
+
+    def covers(self, queries: Tensor, head: int) -> Tensor:
+        kept = [queries % r == head % r for r in self.dilation_rates]
+        return torch.stack(kept).any(0)
+
+    def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
+        rows = [torch.zeros(0, dtype=torch.int64)]
+        for w, r in self.branches:
+            queries = range(_at_or_after(start, head, r), stop, r)
+            if not queries:
+                continue
+            first = _at_or_after(queries[0] // w * w, head, r)
+            end = queries[-1] + 1 if is_causal else min((queries[-1] // w + 1) * w, tokens)
+            rows.append(torch.arange(first, end, r))
+        found: Tensor = torch.unique(torch.cat(rows))  # sorted
+        if self.blocks is None:
+            return found
+        position = torch.arange(start, stop)
+        seen = self.counts(position, found, head) > 0
+        if is_causal:
+            seen &= found[None, :] <= position[:, None]
+        return found[seen.any(0)]
+
+    def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
+        awaited = torch.zeros(len(keys), dtype=torch.bool)
+        for w, r in self.branches:
+            segment = position // w
+            if _at_or_after(position, head, r) // w == segment:  # a query of this head is to come
+                awaited |= (keys // w == segment) & (keys % r == head % r)
+        return awaited
 
 
 def _at_or_after(start: int, head: int, r: int) -> int:
