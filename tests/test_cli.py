@@ -179,7 +179,10 @@ def test_resume_of_an_empty_folder_starts_there(
     (tmp_path / "run.toml").write_text(f'[data]\nsource = "{shards}"\n[train]\nsteps = 2\n')
     arguments = [str(tmp_path / "run.toml"), *SMALL, "--json", "--resume", str(tmp_path / "run")]
     assert main(["train", *arguments]) == 0
-    assert json.loads(capsys.readouterr().out)["step"] == 2
+    output = capsys.readouterr()
+    assert json.loads(output.out)["step"] == 2
+    assert json.loads(output.out)["validation_loss"] is None
+    assert "no evaluation: the validation split holds less than one sample" in output.err
 
 
 def start_training(shards: Path, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:

@@ -79,6 +79,8 @@ def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
             f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
         )
         reporter.facts(describe(run, model, source))
+        if not validation:
+            reporter.say("no evaluation: the validation split holds less than one sample")
         ended = state.step >= run.train.steps
         while not ended:
             loss, grad_norm = train_step(state, run, source, device)
