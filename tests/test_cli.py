@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,19 @@ def shards(tmp_path: Path) -> Path:
 
 def tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
+
+
+def assert_refused(
+    arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`longspan train` gives one message, exit code 2, and leaves `folder` as it was."""
+    before = tree(folder)
+    assert main(["train", *SMALL, *arguments]) == 2
+    output = capsys.readouterr()
+    assert message in output.err
+    assert "Traceback" not in output.err
+    assert output.out == ""
+    assert tree(folder) == before
 
 
 def truncate(shards: Path) -> None:
@@ -89,14 +103,8 @@ def test_wrong_input_gives_one_message_exit_2_and_no_file(
     if "cuda" in str(arguments) and torch.cuda.is_available():
         pytest.skip("there is a CUDA device here")
     monkeypatch.chdir(tmp_path)
-    before = tree(tmp_path)
     arguments = [argument.format(shards=shards) for argument in arguments]
-    assert main(["train", *SMALL, *arguments]) == 2
-    output = capsys.readouterr()
-    assert message in output.err
-    assert "Traceback" not in output.err
-    assert output.out == ""
-    assert tree(tmp_path) == before
+    assert_refused(arguments, message, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
@@ -104,11 +112,11 @@ def test_wrong_input_gives_one_message_exit_2_and_no_file(
     [
         (truncate, "train-00000.bin is truncated: expected 1,141 bytes, got 1,140"),
         (remove, "cannot read the shard"),
-        (replace_by_folder, "train-00000.bin"),
+        (replace_by_folder, "train-00000.bin: it is not a file"),
     ],
 )
 def test_a_damaged_shard_gives_one_message_exit_2_and_no_file(
-    damage: object,
+    damage: Callable[[Path], None],
     message: str,
     shards: Path,
     tmp_path: Path,
@@ -116,26 +124,17 @@ def test_a_damaged_shard_gives_one_message_exit_2_and_no_file(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    damage(shards)  # type: ignore[operator]
-    before = tree(tmp_path)
-    assert main(["train", *SMALL, f"data.source={shards}"]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert "Traceback" not in error
-    assert tree(tmp_path) == before
+    damage(shards)
+    assert_refused([f"data.source={shards}"], message, tmp_path, capsys)
 
 
 def test_an_unwritable_run_folder_gives_one_message_and_exit_2(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    before = tree(tmp_path)
     target = str(tmp_path / "file" / "run")  # below a file, where root cannot write either
-    assert main(["train", *SMALL, f"data.source={shards}", "--run-dir", target]) == 2
-    error = capsys.readouterr().err
-    assert f"cannot write the run folder {target}" in error
-    assert "Traceback" not in error
-    assert tree(tmp_path) == before
+    arguments = [f"data.source={shards}", "--run-dir", target]
+    assert_refused(arguments, f"cannot write the run folder {target}", tmp_path, capsys)
 
 
 def test_train_resume_generate_and_a_second_run(

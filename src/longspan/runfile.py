@@ -67,7 +67,7 @@ def parse_run(tables: Mapping[str, Any], name: str = "run") -> Run:
 
 
 def dump_run(run: Run) -> str:
-    """The run as a complete TOML file, every default spelled out."""
+    """The run as a TOML file, defaults spelled out; optional keys that are unset are left out."""
     return tomli_w.dumps(run.model_dump(mode="json", exclude_none=True))
 
 

@@ -155,6 +155,17 @@ def test_cross_attention_equals_torch() -> None:
     torch.testing.assert_close(attend_oracle(q, k, v, Dense(), is_causal=False), expected)
 
 
+def test_the_masked_path_stays_in_float32_under_autocast() -> None:
+    qkv = random_qkv(1, 24, 2, 2)
+    grad, documents = torch.randn_like(qkv[0]), (torch.arange(24) // 9)[None]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = attend(*qkv, Dense(), documents=documents)
+        results.append([out, *torch.autograd.grad(out, qkv, grad)])  # outside, as torch advises
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
 def test_long_sequences_cross_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longspan.attention.masked.CHUNK", 7)
     qkv = random_qkv(1, 40, 2, 2, dtype=torch.float64)

@@ -152,13 +152,16 @@ def test_the_trained_model_is_what_was_saved(shards: Path, tmp_path: Path) -> No
 
 
 def test_bf16_trains_with_fp32_weights(shards: Path, tmp_path: Path) -> None:
-    options = ["train.steps=4", "data.context=32", "model.layers=1", "model.sub_layer_norm=true"]
+    # Long enough for the loss to fall from 6.2 to 2.1: near the start any model would agree.
+    options = ["train.steps=20", "train.lr=1e-2", "data.context=32", "model.layers=1"]
+    options.append("model.sub_layer_norm=true")
     train(small_run(shards, *options), tmp_path / "fp32")
     train(small_run(shards, *options, "train.precision=bf16"), tmp_path / "bf16")
     exact, rounded = losses(tmp_path / "fp32"), losses(tmp_path / "bf16")
-    assert rounded == pytest.approx(exact, rel=2e-2)
+    assert exact[-1] < 0.5 * exact[0]
+    assert rounded == pytest.approx(exact, rel=1e-2)
     assert rounded != exact
-    weights = load_file(tmp_path / "bf16" / "checkpoints" / "step-00000004" / "model.safetensors")
+    weights = load_file(tmp_path / "bf16" / "checkpoints" / "step-00000020" / "model.safetensors")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
@@ -171,7 +174,7 @@ def test_gpu_training_equals_cpu_within_its_precision(
     train(small_run(shards, *options, "train.device=cpu"), tmp_path / "cpu")
     gpu = [f"train.precision={precision}", "train.device=cuda"]
     train(small_run(shards, *options, *gpu), tmp_path / "gpu")
-    tolerance = 1e-4 if precision == "fp32" else 2e-2
+    tolerance = 1e-4 if precision == "fp32" else 1e-2
     assert losses(tmp_path / "gpu") == pytest.approx(losses(tmp_path / "cpu"), rel=tolerance)
     manifest = json.loads(checkpoint_files(tmp_path / "gpu", 8)["manifest.json"])
     assert bool(manifest["state"]["scaler"]) == (precision == "fp16")

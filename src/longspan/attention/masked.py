@@ -92,13 +92,14 @@ def _attend_chunk(
     if mask.key_padding_mask is not None:
         seen = seen & ~mask.key_padding_mask[:, rows][:, None, :]
 
-    scores = scale * (q.to(exact) @ k[:, index].to(exact).mT) + counts.to(exact).log()
-    scores = scores.masked_fill(~seen, -torch.inf)
-    some = seen.any(-1, keepdim=True)  # a query that sees nothing gives zeros, not NaN
-    weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
-    if mask.dropout_p > 0:
-        batch = torch.arange(q.shape[0], device=device)[:, None, None]
-        place = batch, torch.tensor(head, device=device), position[:, None], rows
-        kept = uniform(mask.dropout_seed, *place) >= mask.dropout_p
-        weights = weights * kept / (1 - mask.dropout_p)
-    return (weights @ v[:, index].to(exact)).to(q.dtype)
+    with torch.autocast(device.type, enabled=False):  # which would take the products in 16 bits
+        scores = scale * (q.to(exact) @ k[:, index].to(exact).mT) + counts.to(exact).log()
+        scores = scores.masked_fill(~seen, -torch.inf)
+        some = seen.any(-1, keepdim=True)  # a query that sees nothing gives zeros, not NaN
+        weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
+        if mask.dropout_p > 0:
+            batch = torch.arange(q.shape[0], device=device)[:, None, None]
+            place = batch, torch.tensor(head, device=device), position[:, None], rows
+            kept = uniform(mask.dropout_seed, *place) >= mask.dropout_p
+            weights = weights * kept / (1 - mask.dropout_p)
+        return (weights @ v[:, index].to(exact)).to(q.dtype)

@@ -82,6 +82,8 @@ def map_shard(folder: Path, index: Index, shard: Shard) -> NDArray[Any]:
     path = folder / shard.file
     dtype = np.dtype(DTYPES[index.dtype])
     expected = shard.tokens * dtype.itemsize
+    if path.exists() and not path.is_file():
+        raise UserError(f"cannot read the shard {path}: it is not a file")
     try:
         size = path.stat().st_size
         if size != expected:
