@@ -22,7 +22,7 @@ from longspan.attention import (
     attend_oracle,
     choose_backend,
 )
-from longspan.attention.dilated import dilated_attention
+from longspan.attention.branches import branch_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -208,8 +208,8 @@ def test_the_choice_of_backend_is_told_and_can_be_forced() -> None:
     assert choose_backend(q, k, Mask(Dense())).name == "sdpa"
     assert choose_backend(q, k, Mask(Dilated((4,), (1,)))).name == "views"
     chosen = choose_backend(q, k, Mask(Dense(), key_padding_mask=padding))
-    assert (chosen.name, chosen.reason) == ("masked", "a key padding mask is given")
-    with pytest.raises(ValueError, match="'views' cannot do this, 'masked' can: a key padding"):
+    assert (chosen.name, chosen.reason) == ("masked", "documents or padding are masked, on a CPU")
+    with pytest.raises(ValueError, match="'views' cannot do this, 'masked' can: documents or"):
         attend(q, k, v, Dense(), key_padding_mask=padding, backend="views")
 
 
@@ -316,7 +316,8 @@ def test_causality_changing_the_future_moves_nothing(pattern: Pattern) -> None:
 
 def test_operator_is_registered_completely() -> None:
     q, k, v = random_qkv(1, 12, 2, 2, dtype=torch.float64)
-    torch.library.opcheck(dilated_attention, (q, k, v, [4, 8], [1, 2], True, 0.3))
+    arguments = (q, k, v, None, None, [4, 8], [1, 2], [], True, 0.3, "views")
+    torch.library.opcheck(branch_attention, arguments)
 
 
 def test_extra_memory_is_linear_in_tokens() -> None:
@@ -362,6 +363,19 @@ def test_options_that_do_not_fit_are_told() -> None:
         attend(x, x, x, pattern, documents=torch.zeros(1, 7))
     with pytest.raises(ValueError, match="below 1, got 1"):
         attend(x, x, x, pattern, dropout_p=1)
+    with pytest.raises(ValueError, match="documents or cu_seqlens, not both"):
+        attend(x, x, x, pattern, documents=torch.zeros(1, 8), cu_seqlens=torch.tensor([0, 8]))
+    with pytest.raises(ValueError, match=r"one dimension, got \(1, 2\)"):
+        attend(x, x, x, pattern, cu_seqlens=torch.tensor([[0, 8]]))
+
+
+def test_borders_of_documents_are_documents() -> None:
+    q, k, v = random_qkv(2, 12, 2, 2)
+    documents = torch.tensor([0] * 5 + [1] * 4 + [2] * 3).expand(2, -1)
+    expected = attend(q, k, v, Dilated((4, 8), (1, 2)), documents=documents)
+    borders = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
+    out = attend(q, k, v, Dilated((4, 8), (1, 2)), cu_seqlens=borders)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def test_mixed_dtypes_are_told() -> None:

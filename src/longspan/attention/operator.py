@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Literal
 
+import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from longspan.attention.dilated import dilated_attention
+from longspan.attention.branches import attend_in_branches
 from longspan.attention.masked import Mask, masked_attention
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
 
-BackendName = Literal["sdpa", "views", "masked"]
+BackendName = Literal["sdpa", "views", "triton", "masked"]
+
+_HAS_TRITON = find_spec("triton") is not None
+_IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @dataclass(frozen=True)
@@ -32,6 +38,7 @@ def attend(
     is_causal: bool = True,
     scale: float | None = None,
     documents: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
@@ -46,57 +53,115 @@ def attend(
     - There may be fewer queries than keys: causal queries are then the last ones, as in decoding;
       without causality only a Dense pattern allows it, as in cross-attention.
     - `scale` multiplies the scores and is 1/√head_dim unless given.
-    - `documents`: int64 (batch, keys); no query sees a key of another document.
+    - `documents`: integers (batch, keys); no query sees a key of another document.
+    - `cu_seqlens`: the same as the borders 0, end of the first document, …, in every batch row.
     - `key_padding_mask`: bool (batch, keys), True for keys that none may see.
     - `dropout_p` drops weights after the softmax, by a hash of (`dropout_seed`, batch, head,
       query, key): the same on every device and backend.
     - `backend` forces one of those `choose_backend` names.
     """
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if cu_seqlens is not None:
+        documents = _documents_between(cu_seqlens, documents, k)
     mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p, dropout_seed)
     _check(q, k, v, mask)
     chosen = choose_backend(q, k, mask)
-    if backend not in (None, chosen.name, "masked"):
-        raise ValueError(
-            f"backend {backend!r} cannot do this, {chosen.name!r} can: {chosen.reason}"
-        )
-    if (backend or chosen.name) == "masked":
+    name = backend or chosen.name
+    if name not in (chosen.name, "masked"):
+        problem = _kernels_problem(q, k, mask) if name == "triton" else chosen.reason
+        if problem is not None:
+            raise ValueError(f"backend {name!r} cannot do this, {chosen.name!r} can: {problem}")
+    if name == "masked":
         return masked_attention(q, k, v, mask, scale)
-    if (group := q.shape[2] // k.shape[2]) > 1:
-        k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
-    if chosen.name == "sdpa":
+    if name == "sdpa":
+        group = q.shape[2] // k.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        out = scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale)
+        out = scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=group > 1
+        )
         return out.transpose(1, 2)
-    assert isinstance(pattern, Dilated)
-    joined: Tensor = dilated_attention(
-        q, k, v, pattern.segment_lengths, pattern.dilation_rates, is_causal, scale
-    )[0]
-    return joined
+    return attend_in_branches(
+        q, k, v, pattern, ids=_ids(mask), is_causal=is_causal, scale=scale, backend=name
+    )
 
 
 def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
     """The backend `attend` uses for this case, and why.
 
-    "sdpa" is torch's own dense attention, "views" the dilated branches as strided views into
-    torch's flash kernels, "masked" plain chunked code that can do everything.
+    "sdpa" is torch's own dense attention; "views" the dilated branches as strided views into
+    torch's flash kernel for CPUs; "triton" our kernels for GPUs; "masked" plain chunked code that
+    can do everything.
     """
-    if mask.documents is not None:
-        return Backend("masked", "documents are given")
-    if mask.key_padding_mask is not None:
-        return Backend("masked", "a key padding mask is given")
+    masks_nothing = mask.documents is None and mask.key_padding_mask is None
+    same_length = q.shape[1] == k.shape[1]
     if mask.dropout_p > 0:
         return Backend("masked", "there is dropout")
     match mask.pattern:
-        case Dense() if q.shape[1] == k.shape[1] or not mask.is_causal:
+        case Dense() if masks_nothing and (same_length or not mask.is_causal):
             return Backend("sdpa", "a dense pattern with nothing masked")
-        case Dilated(blocks=BlockSparse()):
-            return Backend("masked", "the dilated segments are block-sparse")
-        case Dilated() if q.shape[1] == k.shape[1]:
-            return Backend("views", "a dilated pattern with nothing masked")
-        case Dense() | Dilated():
-            return Backend("masked", "there are fewer queries than keys")
-    return Backend("masked", "the pattern is neither dense nor dilated")
+        case _ if q.device.type != "cpu":
+            problem = _kernels_problem(q, k, mask)
+            if problem is None:
+                return Backend("triton", "a pattern the kernels know, on a GPU")
+            return Backend("masked", problem)
+        case Dilated(blocks=None) if masks_nothing and same_length:
+            return Backend("views", "a dilated pattern with nothing masked, on a CPU")
+    if not same_length:
+        return Backend("masked", "there are fewer queries than keys")
+    if not masks_nothing:
+        return Backend("masked", "documents or padding are masked, on a CPU")
+    return Backend("masked", "the pattern is block-sparse, on a CPU")
+
+
+def _kernels_problem(q: Tensor, k: Tensor, mask: Mask) -> str | None:
+    """Why the Triton kernels cannot take this case; None if they can."""
+    if not _HAS_TRITON:
+        return "Triton is not installed"
+    if q.device.type != "cuda" and not _IS_INTERPRETED:
+        return f"Triton has no kernels for {q.device.type}"
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+        return "the kernels need a GPU of compute capability 8.0 or newer"
+    if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        return f"the kernels know no {q.dtype}"
+    if q.shape[3] > 256 or q.shape[3] % 8:
+        return f"the kernels need a head_dim of at most 256, in eights, got {q.shape[3]}"
+    if q.shape[1] != k.shape[1]:
+        return "there are fewer queries than keys"
+    if mask.dropout_p > 0:
+        return "there is dropout"
+    unit = 32 if q.dtype == torch.float32 else 64
+    match mask.pattern:
+        case BlockSparse() as blocks if blocks.block_size % unit:
+            return f"blocks of {blocks.block_size} are no multiple of {unit}"
+        case Dilated(blocks=BlockSparse() as blocks) if blocks.block_size % unit:
+            return f"blocks of {blocks.block_size} are no multiple of {unit}"
+    return None
+
+
+def _documents_between(cu_seqlens: Tensor, documents: Tensor | None, k: Tensor) -> Tensor:
+    """Document numbers, int64 (batch, keys), of the runs between the borders."""
+    if documents is not None:
+        raise ValueError("give documents or cu_seqlens, not both")
+    if cu_seqlens.dim() != 1:
+        raise ValueError(f"cu_seqlens must have one dimension, got {tuple(cu_seqlens.shape)}")
+    position = torch.arange(k.shape[1], device=k.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, position, right=True).expand(k.shape[0], -1)
+
+
+def _ids(mask: Mask) -> tuple[Tensor | None, Tensor | None]:
+    """Numbers of the queries and of the keys that are equal where they may meet: a document is
+    even, and a key that none may see odd.
+    """
+    padding = mask.key_padding_mask
+    if mask.documents is None and padding is None:
+        return None, None
+    if mask.documents is not None:
+        queries = 2 * mask.documents.long()
+    else:
+        assert padding is not None
+        queries = torch.zeros_like(padding, dtype=torch.int64)
+    keys = queries if padding is None else queries + padding
+    return queries.contiguous(), keys.contiguous()
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:

@@ -1,0 +1,151 @@
+"""Attention in branches as one custom operator: O(tokens) memory, exact gradients through the join.
+
+A dense pattern is one branch whose segment is the sequence, and so is a block-sparse one, with
+lists of blocks. torch.compile sees one node with known shapes; the work is done by `views` on a CPU
+and by the Triton kernels of `launch` on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from longspan.attention import views
+from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
+
+
+def attend_in_branches(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    ids: tuple[Tensor | None, Tensor | None] = (None, None),
+    is_causal: bool,
+    scale: float,
+    backend: str,
+) -> Tensor:
+    """q (batch, tokens, heads, head_dim); k, v the same with heads that divide q's.
+
+    `ids`: int64 (batch, tokens) of the queries and of the keys; only equal ones meet.
+    """
+    tokens = q.shape[1]
+    blocks: BlockSparse | None = None
+    match pattern:
+        case Dilated():
+            segment_lengths, rates, blocks = (
+                pattern.segment_lengths, pattern.dilation_rates, pattern.blocks,
+            )  # fmt: skip
+        case BlockSparse(block_size=size):
+            segment_lengths, rates, blocks = (-(-tokens // size) * size,), (1,), pattern
+        case _:
+            assert isinstance(pattern, Dense)
+            segment_lengths, rates = (tokens,), (1,)
+    numbers = [] if blocks is None else [float(x) for x in astuple(blocks)]
+    out: Tensor = branch_attention(
+        q, k, v, *ids, segment_lengths, rates, numbers, is_causal, scale, backend
+    )[0]
+    return out
+
+
+def _blocks(numbers: Sequence[float]) -> BlockSparse | None:
+    if not numbers:
+        return None
+    size, window, global_tokens, stride, sparsity, seed = numbers
+    return BlockSparse(int(size), int(window), int(global_tokens), int(stride), sparsity, int(seed))
+
+
+def _ids(query_ids: Tensor | None, key_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if query_ids is None or key_ids is None else (query_ids, key_ids)
+
+
+@torch.library.custom_op("longspan::branch_attention", mutates_args=())
+def branch_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    segment_lengths: Sequence[int],
+    rates: Sequence[int],
+    blocks: Sequence[float],
+    is_causal: bool,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """The output, shaped as q, and what its gradient needs: (batch, heads, tokens)."""
+    if backend == "views":
+        assert query_ids is None
+        assert not blocks
+        return views.forward(q, k, v, segment_lengths, rates, is_causal, scale)
+    from longspan.attention import launch
+
+    ids = _ids(query_ids, key_ids)
+    return launch.forward(q, k, v, ids, segment_lengths, rates, _blocks(blocks), is_causal, scale)
+
+
+@branch_attention.register_fake
+def _(
+    q: Tensor, k: Tensor, v: Tensor, query_ids: Any, key_ids: Any, segment_lengths: Any,
+    rates: Any, blocks: Any, is_causal: bool, scale: float, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact, device=q.device)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
+
+
+@torch.library.custom_op("longspan::branch_attention_backward", mutates_args=())
+def _branch_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    segment_lengths: Sequence[int],
+    rates: Sequence[int],
+    blocks: Sequence[float],
+    is_causal: bool,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if backend == "views":
+        return views.backward(grad_out, q, k, v, out, lse, segment_lengths, rates, is_causal, scale)
+    from longspan.attention import launch
+
+    ids = _ids(query_ids, key_ids)
+    return launch.backward(
+        grad_out, q, k, v, out, lse, ids, segment_lengths, rates, _blocks(blocks), is_causal, scale
+    )
+
+
+@_branch_attention_backward.register_fake
+def _(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, query_ids: Any, key_ids: Any, out: Tensor,
+    lse: Tensor, segment_lengths: Any, rates: Any, blocks: Any, is_causal: bool, scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_q, grad_k, grad_v = (
+        torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
+    )
+    return grad_q, grad_k, grad_v
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, query_ids, key_ids, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, query_ids, key_ids, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+    grads = _branch_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
+    return (*grads, *[None] * 8)
+
+
+branch_attention.register_autograd(_backward, setup_context=_setup_context)
