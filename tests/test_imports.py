@@ -21,7 +21,8 @@ MAY_IMPORT = {
     "checkpoint": set(),
     "tracking": {"config"},
     "training": {"models", "attention", "data", "checkpoint", "tracking", "config", "runfile"},
-    "cli": {"training", "models", "data", "config", "runfile"},
+    "benchmarks": {"attention"},
+    "cli": {"benchmarks", "training", "models", "data", "config", "runfile"},
     "__main__": {"cli"},
 }
 

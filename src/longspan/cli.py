@@ -95,6 +95,23 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print the result as JSON")
     info.set_defaults(verb=_data_info)
 
+    bench = verbs.add_parser("bench", help="measure speed and memory on this machine")
+    bench_verbs = bench.add_subparsers(required=True, metavar="attention")
+    attention = bench_verbs.add_parser(
+        "attention", help="dilated against dense attention and the plain branch-by-branch one"
+    )
+    attention.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    attention.add_argument("--plot", type=Path, metavar="FILE", help="draw them as an SVG file")
+    attention.add_argument("--heads", type=int)
+    attention.add_argument("--head-dim", type=int)
+    for name, help_text in (
+        ("lengths", "sequence lengths, in tokens"),
+        ("segments", "segment lengths of the dilated pattern"),
+        ("rates", "its dilation rates"),
+    ):
+        attention.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=help_text)
+    attention.set_defaults(verb=_bench_attention)
+
     config = verbs.add_parser("config", help="show a run file in full, or its schema")
     config_verbs = config.add_subparsers(required=True, metavar="show|schema")
     show = config_verbs.add_parser("show", help="every value, defaults included, and what follows")
@@ -204,6 +221,23 @@ def _data_info(args: argparse.Namespace) -> None:
             f"  {name:<10}  {split['tokens']:>14,} tokens  {split['documents']:>10,} documents  "
             f"longest {split['longest']:,}  {split['shards']} shard(s), SHA-256 right"
         )
+
+
+def _bench_attention(args: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from longspan.benchmarks.attention import CPU, GPU, bench_attention
+
+    given = {
+        "heads": args.heads,
+        "head_dim": args.head_dim,
+        "lengths": args.lengths and tuple(sorted(args.lengths)),
+        "segment_lengths": args.segments and tuple(args.segments),
+        "dilation_rates": args.rates and tuple(args.rates),
+    }
+    setting = GPU if _builtin_name() == "cuda" else CPU
+    setting = replace(setting, **{name: value for name, value in given.items() if value})
+    bench_attention(setting, args.json, args.plot)
 
 
 def _config_show(args: argparse.Namespace) -> None:

@@ -1,0 +1,1 @@
+"""What `longspan bench` measures. Figures are medians; nothing here is asserted on in tests."""

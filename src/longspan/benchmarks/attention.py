@@ -1,0 +1,306 @@
+"""`longspan bench attention`: our attention against dense attention and the plain dilated one.
+
+Times are of causal attention on fresh random inputs, medians over repetitions, with the spread
+(slowest less fastest, over the median). FLOPs are the pattern's: 4·head_dim per pair and head,
+each pair as often as it is seen, and 3.5 times that with the backward pass. "extra" is the peak of
+memory beyond the inputs, the output and their gradients; it is measured on CUDA alone.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from longspan.attention import BlockSparse, Dense, Dilated, Mask, Pattern, attend, choose_backend
+from longspan.benchmarks.chart import charts_svg
+from longspan.benchmarks.plain import plain_dilated
+from longspan.errors import UserError
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+DENSE, DILATED, PLAIN = "dense", "dilated", "plain dilated"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is measured, on what."""
+
+    device: str
+    heads: int
+    head_dim: int
+    segment_lengths: tuple[int, ...]
+    dilation_rates: tuple[int, ...]
+    lengths: tuple[int, ...]
+    block_size: int
+    most_seconds: float  # of one repetition; what would take longer is left out
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self.device == "cuda" else torch.float32
+
+
+GPU = Setting(
+    device="cuda",
+    heads=12,
+    head_dim=64,
+    segment_lengths=(2048, 4096, 8192, 16384, 32768),
+    dilation_rates=(1, 2, 4, 8, 16),
+    lengths=tuple(2**n for n in range(11, 21)),
+    block_size=128,
+    most_seconds=1.5,
+)
+CPU = Setting(
+    device="cpu",
+    heads=4,
+    head_dim=32,
+    segment_lengths=(256, 1024, 4096),
+    dilation_rates=(1, 4, 16),
+    lengths=tuple(2**n for n in range(11, 16)),
+    block_size=128,
+    most_seconds=10.0,
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One attention at one length."""
+
+    attention: str
+    backend: str
+    tokens: int
+    forward_ms: float
+    both_ms: float
+    both_spread: float
+    tflops: float
+    extra_mib: float | None
+
+
+def bench_attention(setting: Setting, json_file: Path | None, plot: Path | None) -> None:
+    """Measure, print the tables, and write what is asked for."""
+    for w in setting.segment_lengths:
+        short = [n for n in setting.lengths if n % min(w, n)]
+        if short:
+            raise UserError(f"a length of {short[0]} is not made of whole segments of {w}")
+    console = Console() if Console().is_terminal else Console(width=120)
+    where = _machine(setting)
+    console.print(
+        f"{where}; {setting.heads} heads × {setting.head_dim}, {setting.dtype}, causal; segments "
+        f"{setting.segment_lengths}, rates {setting.dilation_rates}",
+        soft_wrap=True,
+    )
+    rows = _lengths(setting)
+    console.print(_table(rows))
+    console.print(_crossover(rows))
+    blocks = _block_sparse(setting, rows)
+    if blocks:
+        console.print(_table(blocks))
+        console.print(_shares(blocks))
+    if json_file is not None:
+        result = {
+            "machine": where,
+            "setting": asdict(setting),
+            "lengths": [asdict(row) for row in rows],
+            "block_sparse": [asdict(row) for row in blocks],
+        }
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    if plot is not None:
+        plot.write_text(_plot(rows, where))
+
+
+def _lengths(setting: Setting) -> list[Row]:
+    dilated = Dilated(setting.segment_lengths, setting.dilation_rates)
+    contenders: list[tuple[str, Pattern, Attention]] = [
+        (DILATED, dilated, lambda q, k, v: attend(q, k, v, dilated)),
+        (PLAIN, dilated, lambda q, k, v: plain_dilated(q, k, v, dilated)),
+        (DENSE, Dense(), lambda q, k, v: attend(q, k, v, Dense())),
+    ]
+    rows = []
+    for name, pattern, attention in contenders:
+        last = 0.0
+        for tokens in setting.lengths:
+            growth = 4 if name == DENSE else 2
+            if last * growth > 1e3 * setting.most_seconds:
+                break
+            row = _measure(name, pattern, attention, tokens, setting)
+            if row is None:
+                break
+            rows.append(row)
+            last = row.both_ms
+    return rows
+
+
+def _block_sparse(setting: Setting, rows: Sequence[Row]) -> list[Row]:
+    """Dense, and half and a tenth of the blocks kept, at the longest length dense was run at."""
+    if setting.device == "cpu":
+        return []
+    tokens = min(32768, max(row.tokens for row in rows if row.attention == DENSE))
+    dense = [row for row in rows if row.attention == DENSE and row.tokens == tokens]
+    for kept in (1.0, 0.5, 0.1):
+        pattern = BlockSparse(setting.block_size, sparsity=kept)
+        row = _measure(
+            f"{kept:.0%} of blocks",
+            pattern,
+            lambda q, k, v, pattern=pattern: attend(q, k, v, pattern),  # type: ignore[misc]
+            tokens,
+            setting,
+        )
+        dense += [row] if row is not None else []
+    return dense
+
+
+def _measure(
+    name: str, pattern: Pattern, attention: Attention, tokens: int, setting: Setting
+) -> Row | None:
+    """None where the memory does not reach."""
+    shape = (1, tokens, setting.heads, setting.head_dim)
+    try:
+        q, k, v, grad = (
+            torch.randn(shape, device=setting.device, dtype=setting.dtype) for _ in range(4)
+        )
+        inputs = tuple(x.requires_grad_() for x in (q, k, v))
+
+        def forward() -> None:
+            with torch.no_grad():
+                attention(*inputs)
+
+        def both() -> None:
+            torch.autograd.grad(attention(*inputs), inputs, grad)
+
+        forward_ms, _ = _time(forward, setting.device)
+        both_ms, spread = _time(both, setting.device)
+        extra = _extra_mib(both, inputs) if setting.device == "cuda" else None
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
+    flops = 3.5 * pattern.flops(tokens, setting.heads, setting.head_dim, is_causal=True)
+    backend = "" if name == PLAIN else choose_backend(q, k, Mask(pattern)).name
+    tflops = flops / both_ms / 1e9
+    return Row(name, backend, tokens, forward_ms, both_ms, spread, tflops, extra)
+
+
+def _time(function: Callable[[], None], device: str) -> tuple[float, float]:
+    """Median milliseconds and (slowest − fastest) / median, of 5 to 50 repetitions."""
+    once = _once_on_gpu() if device == "cuda" else _once_on_cpu
+    function()
+    function()
+    times: list[float] = []
+    began = time.perf_counter()
+    while len(times) < 5 or (time.perf_counter() - began < 0.5 and len(times) < 50):
+        times.append(once(function))
+    median = statistics.median(times)
+    return median, (max(times) - min(times)) / median
+
+
+def _once_on_cpu(function: Callable[[], None]) -> float:
+    start = time.perf_counter()
+    function()
+    return 1e3 * (time.perf_counter() - start)
+
+
+def _once_on_gpu() -> Callable[[Callable[[], None]], float]:
+    cache = torch.empty(64 << 20, dtype=torch.int32, device="cuda")  # larger than any L2
+
+    def once(function: Callable[[], None]) -> float:
+        before, after = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        cache.zero_()  # no input is left in the cache by the last repetition
+        before.record()
+        function()
+        after.record()
+        torch.cuda.synchronize()
+        return float(before.elapsed_time(after))
+
+    return once
+
+
+def _extra_mib(both: Callable[[], None], inputs: Sequence[Tensor]) -> float:
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    both()
+    peak = torch.cuda.max_memory_allocated() - before
+    must = inputs[0].nbytes + sum(x.nbytes for x in inputs)  # the output and the gradients
+    return max(0, peak - must) / 2**20
+
+
+def _table(rows: Sequence[Row]) -> Table:
+    table = Table(box=None, header_style="bold")
+    for column in ("attention", "backend"):
+        table.add_column(column)
+    for column in (
+        "tokens", "forward ms", "fwd+bwd ms", "spread", "µs/token", "TFLOP/s", "extra MiB",
+    ):  # fmt: skip
+        table.add_column(column, justify="right")
+    for row in rows:
+        table.add_row(
+            row.attention,
+            row.backend,
+            f"{row.tokens:,}",
+            f"{row.forward_ms:.3f}",
+            f"{row.both_ms:.3f}",
+            f"{row.both_spread:.1%}",
+            f"{1e3 * row.both_ms / row.tokens:.4f}",
+            f"{row.tflops:.3g}",
+            "–" if row.extra_mib is None else f"{row.extra_mib:,.0f}",
+        )
+    return table
+
+
+def _crossover(rows: Sequence[Row]) -> str:
+    times = {(row.attention, row.tokens): row.both_ms for row in rows}
+    both = sorted(n for name, n in times if name == DENSE and (DILATED, n) in times)
+    slower = [n for n in both if times[DENSE, n] > times[DILATED, n]]
+    if not slower:
+        return (
+            f"dense attention is the faster one at every length measured with both, to {both[-1]:,}"
+        )
+    ratio = times[DENSE, both[-1]] / times[DILATED, both[-1]]
+    return (
+        f"dense attention is slower than dilated from {slower[0]:,} tokens on, "
+        f"{ratio:.1f} times at {both[-1]:,}"
+    )
+
+
+def _shares(rows: Sequence[Row]) -> str:
+    dense = rows[0].both_ms
+    shares = ", ".join(f"{row.attention} {row.both_ms / dense:.0%}" for row in rows[1:])
+    return f"of the dense time: {shares}"
+
+
+def _plot(rows: Sequence[Row], where: str) -> str:
+    def lines(value: Callable[[Row], float | None]) -> dict[str, list[tuple[float, float]]]:
+        found: dict[str, list[tuple[float, float]]] = {}
+        for row in rows:
+            y = value(row)
+            found.setdefault(row.attention, [])
+            if y:
+                found[row.attention].append((row.tokens, y))
+        return found
+
+    charts = {"forward + backward, ms": lines(lambda row: row.both_ms)}
+    if any(row.extra_mib for row in rows):
+        charts["extra memory, MiB"] = lines(lambda row: row.extra_mib)
+    return charts_svg(charts, where)
+
+
+def _machine(setting: Setting) -> str:
+    name = torch.cuda.get_device_name() if setting.device == "cuda" else "CPU"
+    git = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    commit = f", commit {git.stdout.strip()}" if git.returncode == 0 else ""
+    return f"{name}, torch {torch.__version__}{commit}"
