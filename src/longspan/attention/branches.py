@@ -1,8 +1,12 @@
 """Attention in branches as one custom operator: O(tokens) memory, exact gradients through the join.
 
 A dense pattern is one branch whose segment is the sequence, and so is a block-sparse one, with
-lists of blocks. torch.compile sees one node with known shapes; the work is done by `views` on a CPU
-and by the Triton kernels of `launch` on a GPU.
+lists of blocks. `views` does the work on a CPU, the Triton kernels of `launch` on a GPU.
+
+torch.compile, fake tensors and all that listens to operators see one custom operator with known
+shapes. Where none of them is about, the same functions are called through a plain autograd
+function: a custom operator's way in and out costs 0.4 ms on a slow core, more than a short
+attention takes.
 """
 
 from __future__ import annotations
@@ -13,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from longspan.attention import views
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
@@ -46,9 +52,12 @@ def attend_in_branches(
             assert isinstance(pattern, Dense)
             segment_lengths, rates = (tokens,), (1,)
     numbers = [] if blocks is None else [float(x) for x in astuple(blocks)]
-    out: Tensor = branch_attention(
-        q, k, v, *ids, segment_lengths, rates, numbers, is_causal, scale, backend
-    )[0]
+    arguments = (q, k, v, *ids, segment_lengths, rates, numbers, is_causal, scale, backend)
+    out: Tensor
+    if torch.compiler.is_compiling() or type(q) is not Tensor or _get_current_dispatch_mode():
+        out, _ = branch_attention(*arguments)
+    else:
+        out, _ = _BranchAttention.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -63,8 +72,7 @@ def _ids(query_ids: Tensor | None, key_ids: Tensor | None) -> tuple[Tensor, Tens
     return None if query_ids is None or key_ids is None else (query_ids, key_ids)
 
 
-@torch.library.custom_op("longspan::branch_attention", mutates_args=())
-def branch_attention(
+def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -88,18 +96,7 @@ def branch_attention(
     return launch.forward(q, k, v, ids, segment_lengths, rates, _blocks(blocks), is_causal, scale)
 
 
-@branch_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, query_ids: Any, key_ids: Any, segment_lengths: Any,
-    rates: Any, blocks: Any, is_causal: bool, scale: float, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact, device=q.device)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
-
-
-@torch.library.custom_op("longspan::branch_attention_backward", mutates_args=())
-def _branch_attention_backward(
+def _backward(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -125,27 +122,52 @@ def _branch_attention_backward(
     )
 
 
-@_branch_attention_backward.register_fake
+branch_attention = torch.library.custom_op("longspan::branch_attention", _forward, mutates_args=())
+branch_attention_backward = torch.library.custom_op(
+    "longspan::branch_attention_backward", _backward, mutates_args=()
+)
+
+
+@branch_attention.register_fake
 def _(
-    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, query_ids: Any, key_ids: Any, out: Tensor,
-    lse: Tensor, segment_lengths: Any, rates: Any, blocks: Any, is_causal: bool, scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, query_ids: Any, key_ids: Any, segment_lengths: Any,
+    rates: Any, blocks: Any, is_causal: bool, scale: float, backend: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact, device=q.device)
+    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
+
+
+@branch_attention_backward.register_fake
+def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     grad_q, grad_k, grad_v = (
         torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v)
     )
     return grad_q, grad_k, grad_v
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, query_ids, key_ids, *ctx.settings = inputs
     ctx.save_for_backward(q, k, v, query_ids, key_ids, *output)
     ctx.mark_non_differentiable(output[1])
 
 
-def _backward(ctx: Any, grad_out: Tensor, _grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-    grads = _branch_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
+def _operator_backward(ctx: Any, grad_out: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
+    grads = branch_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
     return (*grads, *[None] * 8)
 
 
-branch_attention.register_autograd(_backward, setup_context=_setup_context)
+branch_attention.register_autograd(_operator_backward, setup_context=_save)
+
+
+class _BranchAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
+        output = _forward(*arguments)
+        _save(ctx, arguments, output)
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
+        return (*_backward(grad_out, *ctx.saved_tensors, *ctx.settings), *[None] * 8)

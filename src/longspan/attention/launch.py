@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -32,8 +32,11 @@ class Tiles:
     stages: int
 
 
-def tiles_of(kernel: str, head_dim: int, dtype: torch.dtype) -> Tiles:
-    """The fastest of those tried on an H200 for head_dim 64 and 128; the others merely fit."""
+def tiles_of(kernel: str, head_dim: int, dtype: torch.dtype, block: int = 0) -> Tiles:
+    """The fastest of those tried on an H200 for head_dim 64 and 128; the others merely fit.
+
+    They divide `block`, the size of block-sparse blocks where there are any.
+    """
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 1)
     if head_dim <= 64:
@@ -42,7 +45,7 @@ def tiles_of(kernel: str, head_dim: int, dtype: torch.dtype) -> Tiles:
     if head_dim <= 128:
         return {
             "forward": Tiles(64, 64, 4, 3),
-            "query_grad": Tiles(64, 64, 4, 2),
+            "query_grad": Tiles(64, 64, 4, 2) if block % 128 else Tiles(128, 64, 8, 3),
             "key_grad": Tiles(32, 64, 4, 3),
         }[kernel]
     return Tiles(32, 64, 8, 1) if kernel == "key_grad" else Tiles(64, 32, 8, 2)
@@ -130,51 +133,93 @@ def block_lists(
     return offsets, torch.cat(found)
 
 
-def _descriptor(x: Tensor, rate: int, rows: int, dims: int) -> Any:
-    """(batch, tokens, heads, head_dim) as (batch, rows, rate, heads, head_dim), read in tiles."""
-    batch, tokens, heads, head_dim = x.shape
-    b, n, h, _ = x.stride()
-    shape = [batch, tokens // rate, rate, heads, head_dim]
-    return TensorDescriptor(x, shape, [b, rate * n, n, h, 1], [1, rows, 1, 1, dims])
+class _Launch:
+    """One launch, ready but for its pointers.
 
-
-def _readable(x: Tensor, multiple: int) -> Tensor:
-    """As descriptors want it: rows of 16-byte units, their number a multiple of every rate."""
-    unit = 16 // x.element_size()
-    if x.stride(3) != 1 or any(s % unit for s in x.stride()[:3]) or x.data_ptr() % 16:
-        x = x.contiguous()
-    rest = -x.shape[1] % multiple
-    return pad(x, (0, 0, 0, 0, 0, rest)) if rest else x
-
-
-class _Call:
-    """What every launch of one attention shares."""
+    After the first time the compiled kernel is called directly: looking it up by its arguments
+    costs Triton more than the launch itself. Nothing it was specialised on may change, so every
+    pointer is 16-byte aligned and all else is bound here.
+    """
 
     def __init__(
-        self,
-        q: Tensor,
-        k: Tensor,
-        ids: tuple[Tensor, Tensor] | None,
-        segment_lengths: Sequence[int],
-        rates: Sequence[int],
-        blocks: BlockSparse | None,
-        is_causal: bool,
-    ) -> None:
-        self.batch, self.tokens, self.heads, self.head_dim = q.shape
-        self.dtype, self.device = q.dtype, q.device
-        self.group = self.heads // k.shape[2]
-        self.ids, self.blocks, self.is_causal = ids, blocks, is_causal
-        self.plan = plan(segment_lengths, rates, blocks is not None)
-        self.unit = math.lcm(*rates)
-        self.dims = max(16, 1 << (self.head_dim - 1).bit_length())
+        self, kernel: Any, grid: tuple[int, int], numbers: tuple[Any, ...],
+        constants: Mapping[str, Any], tiles: Tiles, unit: tuple[int, int, int],
+    ) -> None:  # fmt: skip
+        self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
+        self.tiles, self.unit = tiles, unit
+        self._run: Any = None
+        self._prototypes: dict[int, Any] = {}
 
-    def slabs(self) -> Iterator[slice]:
+    def __call__(self, *pointers: Any) -> None:
+        if self._run is not None:
+            self._run(*pointers, *self.numbers, *self.constants.values())
+            return
+        compiled = self.kernel[self.grid](
+            *pointers, *self.numbers, **self.constants,
+            num_warps=self.tiles.warps, num_stages=self.tiles.stages,
+        )  # fmt: skip
+        if compiled is not None:  # the interpreter compiles nothing
+            self._run = compiled[(*self.grid, 1)]
+
+    def described(self, index: int, x: Tensor) -> Any:
+        """(batch, tokens, heads, head_dim) as (batch, rows, rate, heads, head_dim), read in tiles.
+
+        Checked once; `index` tells one tensor of a launch from another.
+        """
+        if index not in self._prototypes:
+            rate, rows, dims = self.unit
+            batch, tokens, heads, head_dim = x.shape
+            b, n, h, _ = x.stride()
+            shape, strides = [batch, tokens // rate, rate, heads, head_dim], [b, rate * n, n, h, 1]
+            descriptor = TensorDescriptor(x, shape, strides, [1, rows, 1, 1, dims])
+            self._prototypes[index] = {**vars(descriptor), "base": None}
+        new = object.__new__(TensorDescriptor)
+        vars(new).update(self._prototypes[index], base=x)
+        return new
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What the launches of one attention share: its shapes and its pattern."""
+
+    batch: int
+    tokens: int
+    heads: int
+    group: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+    segment_lengths: tuple[int, ...]
+    rates: tuple[int, ...]
+    blocks: BlockSparse | None
+    is_causal: bool
+    has_ids: bool
+    scale: float
+
+    @cached_property
+    def plan(self) -> Plan:
+        return plan(self.segment_lengths, self.rates, self.blocks is not None)
+
+    @cached_property
+    def unit(self) -> int:
+        return math.lcm(*self.rates)
+
+    @cached_property
+    def dims(self) -> int:
+        return max(16, 1 << (self.head_dim - 1).bit_length())
+
+    @cached_property
+    def slabs(self) -> list[slice]:
         """Runs of tokens that no pair leaves, as long as the partial results allow."""
+        reach = math.lcm(self.plan.reach, 4)  # keeps every slab's rows of numbers aligned
         per_token = 4 * self.batch * self.heads * self.head_dim // self.plan.partial_rate
-        fitting = PARTIAL_BYTES // max(1, per_token * self.plan.reach)
-        step = self.plan.reach * max(1, fitting)
-        for start in range(0, self.tokens, step):
-            yield slice(start, min(start + step, self.tokens))
+        step = reach * max(1, PARTIAL_BYTES // max(1, per_token * reach))
+        starts = range(0, self.tokens, step)
+        return [slice(start, min(start + step, self.tokens)) for start in starts]
+
+    def padded(self, slab: slice) -> slice:
+        """The slab as the inputs have it, whose tokens are a multiple of every rate."""
+        return slice(slab.start, slab.stop + -slab.stop % self.unit)
 
     def new_partial(self, tokens: int) -> Tensor:
         """Float32 (batch, every partial_rate-th token, heads, head_dim); none for one branch."""
@@ -189,44 +234,86 @@ class _Call:
         shape = (self.batch, self.tokens, self.heads, self.head_dim)
         return new(shape, dtype=self.dtype, device=self.device)
 
-    def id_arguments(self, slab: slice, unused: Tensor) -> tuple[Tensor, Tensor, int]:
-        if self.ids is None:
-            return unused, unused, 0
-        q_ids, k_ids = (x[:, slab] for x in self.ids)
-        return q_ids, k_ids, q_ids.stride(0)
-
-    def list_arguments(self, branch: Branch, of_keys: bool, unused: Tensor) -> tuple[Any, ...]:
+    def listed(self, branch: Branch, unused: Tensor, *, of_keys: bool) -> tuple[Tensor, Tensor]:
         if self.blocks is None:
-            return unused, unused, 1
-        size = self.blocks.block_size
-        count = -(-branch.segment // size)
-        lists = block_lists(self.blocks, count, self.is_causal, of_keys, self.device)
-        return (*lists, size)
+            return unused, unused
+        count = -(-branch.segment // self.blocks.block_size)
+        return block_lists(self.blocks, count, self.is_causal, of_keys, self.device)
 
-    def grid(self, branch: Branch, tokens: int, tile: int) -> tuple[int, int]:
+
+_calls = lru_cache(maxsize=64)(_Call)
+
+
+@lru_cache(maxsize=512)
+def _launches(
+    call: _Call, name: str, tokens: int, strides: tuple[tuple[int, ...], ...], id_stride: int
+) -> list[_Launch]:
+    """The launches of one kernel over a slab of `tokens`, one per branch.
+
+    `strides`: of the tensors that the kernel addresses by pointers, in its order.
+    """
+    of_keys = name == "key_grad"
+    block = 1 if call.blocks is None else call.blocks.block_size
+    tiles = tiles_of(name, call.head_dim, call.dtype, block)
+    tile, step = (tiles.keys, tiles.queries) if of_keys else (tiles.queries, tiles.keys)
+    scales = (call.scale * LOG2_E,) if name == "forward" else (call.scale * LOG2_E, call.scale)
+    launches = []
+    for branch in call.plan.branches:
         length = branch.inner or branch.segment
         rows = -(-tokens // branch.rate)
-        return -(-rows // length) * -(-length // tile), self.batch * self.heads
-
-    def constants(self, branch: Branch, tiles: Tiles, tokens: int, looped: int) -> dict[str, Any]:
-        """`looped`: rows per step of the kernel's loop."""
-        whole = tokens % (branch.segment * branch.rate) == 0
-        return {
+        numbers = (
+            *strides, id_stride, tokens, call.heads, call.group, branch.rate, branch.segment,
+            branch.inner, call.plan.partial_rate, block, *scales,
+        )  # fmt: skip
+        constants = {
             "RATIOS": branch.ratios,
             "CROSS": branch.inner > 0,
-            "CAUSAL": self.is_causal,
+            "CAUSAL": call.is_causal,
             "FIRST": branch.is_first,
             "LAST": branch.is_last,
-            "EVEN": whole and (branch.inner or branch.segment) % looped == 0,
-            "LISTED": self.blocks is not None,
-            "IDS": self.ids is not None,
-            "HEAD_DIM": self.head_dim,
-            "DIMS": self.dims,
+            "EVEN": tokens % (branch.segment * branch.rate) == 0 and length % step == 0,
+            "LISTED": call.blocks is not None,
+            "IDS": call.has_ids,
+            "HEAD_DIM": call.head_dim,
+            "DIMS": call.dims,
             "TILE_M": tiles.queries,
             "TILE_N": tiles.keys,
-            "num_warps": tiles.warps,
-            "num_stages": tiles.stages,
         }
+        grid = (-(-rows // length) * -(-length // tile), call.batch * call.heads)
+        kernel, unit = getattr(kernels, name), (branch.rate, step, call.dims)
+        launches.append(_Launch(kernel, grid, numbers, constants, tiles, unit))
+    return launches
+
+
+@lru_cache(maxsize=64)
+def _preparation(call: _Call, strides: tuple[tuple[int, ...], ...]) -> _Launch:
+    numbers = (*strides, call.tokens, call.heads)
+    constants = {"HEAD_DIM": call.head_dim, "DIMS": call.dims, "TILE": 64}
+    grid = (-(-call.tokens // 64), call.batch * call.heads)
+    return _Launch(
+        kernels.prepare_backward, grid, numbers, constants, Tiles(64, 64, 4, 1), (1, 1, 1)
+    )
+
+
+def _readable(x: Tensor, multiple: int) -> Tensor:
+    """As the kernels want it: rows of 16-byte units, their number a multiple of every rate."""
+    unit = 16 // x.element_size()
+    b, n, h, d = x.stride()
+    if d != 1 or b % unit or n % unit or h % unit or x.data_ptr() % 16:
+        x = x.contiguous()
+    rest = -x.shape[1] % multiple
+    return pad(x, (0, 0, 0, 0, 0, rest)) if rest else x
+
+
+def _call_of(
+    q: Tensor, k: Tensor, ids: tuple[Tensor, Tensor] | None, segment_lengths: Sequence[int],
+    rates: Sequence[int], blocks: BlockSparse | None, is_causal: bool, scale: float,
+) -> _Call:  # fmt: skip
+    batch, tokens, heads, head_dim = q.shape
+    return _calls(
+        batch, tokens, heads, heads // k.shape[2], head_dim, q.dtype, q.device,
+        tuple(segment_lengths), tuple(rates), blocks, is_causal, ids is not None, scale,
+    )  # fmt: skip
 
 
 def forward(
@@ -243,40 +330,43 @@ def forward(
     """q (batch, tokens, heads, head_dim) and k, v with heads that divide q's, to the output and
     its base-2 log-sum-exp (batch, heads, tokens); `ids`: int64 (batch, tokens) of queries, keys.
     """
-    call = _Call(q, k, ids, segment_lengths, rates, blocks, is_causal)
+    call = _call_of(q, k, ids, segment_lengths, rates, blocks, is_causal, scale)
     out = call.new_result()
     shape = (call.batch, call.heads, call.tokens)
     lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
     q, k, v = (_readable(x, call.unit) for x in (q, k, v))
-    for slab in call.slabs():
-        _forward_slab(call, slab, q, k, v, out, lse, scale)
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # where Triton launches
+        for slab in call.slabs:
+            own = call.padded(slab)
+            _forward_slab(
+                call, q[:, own], k[:, own], v[:, own], out[:, slab], lse[..., slab],
+                *_ids_of(ids, slab, lse),
+            )  # fmt: skip
     return out, lse
 
 
+def _ids_of(
+    ids: tuple[Tensor, Tensor] | None, slab: slice, unused: Tensor
+) -> tuple[Tensor, Tensor]:
+    return (unused, unused) if ids is None else (ids[0][:, slab], ids[1][:, slab])
+
+
 def _forward_slab(
-    call: _Call, slab: slice, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    scale: float,
+    call: _Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_ids: Tensor,
+    k_ids: Tensor,
 ) -> None:  # fmt: skip
-    tokens = slab.stop - slab.start
-    padded = slice(slab.start, slab.stop + -slab.stop % call.unit)
-    q, k, v, own_out, lse = q[:, padded], k[:, padded], v[:, padded], out[:, slab], lse[..., slab]
+    tokens = out.shape[1]
     partial = call.new_partial(tokens)
-    q_ids, k_ids, id_stride = call.id_arguments(slab, lse)
-    tiles = tiles_of("forward", call.head_dim, call.dtype)
-    for branch in call.plan.branches:
-        offsets, listed, block = call.list_arguments(branch, False, lse)
-        kernels.forward[call.grid(branch, tokens, tiles.queries)](
-            q,
-            _descriptor(k, branch.rate, tiles.keys, call.dims),
-            _descriptor(v, branch.rate, tiles.keys, call.dims),
-            own_out, partial, lse, q_ids, k_ids, offsets, listed,
-            q.stride()[:3], own_out.stride()[:3], partial.stride()[:3], lse.stride()[:2],
-            id_stride, tokens, call.heads, call.group, branch.rate, branch.segment, branch.inner,
-            call.plan.partial_rate, block, scale * LOG2_E,
-            **call.constants(branch, tiles, tokens, tiles.keys),
+    strides = q.stride()[:3], out.stride()[:3], partial.stride()[:3], lse.stride()[:2]
+    id_stride = q_ids.stride(0) if call.has_ids else 0
+    launches = _launches(call, "forward", tokens, strides, id_stride)
+    for branch, launch in zip(call.plan.branches, launches, strict=True):
+        launch(
+            q, launch.described(0, k), launch.described(1, v), out, partial, lse, q_ids, k_ids,
+            *call.listed(branch, lse, of_keys=False),
         )  # fmt: skip
     if not call.plan.is_chain:
-        own_out.copy_(partial)
+        out.copy_(partial)
 
 
 def backward(
@@ -294,22 +384,21 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from that of the output and what `forward` returned."""
-    call = _Call(q, k, ids, segment_lengths, rates, blocks, is_causal)
+    call = _call_of(q, k, ids, segment_lengths, rates, blocks, is_causal, scale)
     grad_q, grad_k, grad_v = call.new_result(), call.new_result(), call.new_result()
     q, k, v, grad = (_readable(x, call.unit) for x in (q, k, v, grad))
     delta, limit = torch.empty_like(lse), torch.empty_like(lse)
-    kernels.prepare_backward[(-(-call.tokens // 64), call.batch * call.heads)](
-        out, grad, lse, delta, limit, out.stride()[:3], grad.stride()[:3], lse.stride()[:2],
-        call.tokens, call.heads, HEAD_DIM=call.head_dim, DIMS=call.dims, TILE=64,
-    )  # fmt: skip
-    for slab in call.slabs():
-        padded = slice(slab.start, slab.stop + -slab.stop % call.unit)
-        inputs = _Inputs(
-            q[:, padded], k[:, padded], v[:, padded], grad[:, padded],
-            limit[..., slab], delta[..., slab],
-        )  # fmt: skip
-        _query_grad_slab(call, slab, inputs, grad_q[:, slab], scale)
-        _key_grad_slab(call, slab, inputs, grad_k[:, slab], grad_v[:, slab], scale)
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        strides = out.stride()[:3], grad.stride()[:3], lse.stride()[:2]
+        _preparation(call, strides)(out, grad, lse, delta, limit)
+        for slab in call.slabs:
+            own = call.padded(slab)
+            inputs = _Inputs(
+                q[:, own], k[:, own], v[:, own], grad[:, own], limit[..., slab], delta[..., slab],
+                *_ids_of(ids, slab, lse),
+            )  # fmt: skip
+            _query_grad_slab(call, inputs, grad_q[:, slab])
+            _key_grad_slab(call, inputs, grad_k[:, slab], grad_v[:, slab])
     if call.group > 1:
         grouped = (call.batch, call.tokens, -1, call.group, call.head_dim)
         grad_k, grad_v = grad_k.view(grouped).sum(3), grad_v.view(grouped).sum(3)
@@ -325,52 +414,43 @@ class _Inputs(NamedTuple):
     grad: Tensor
     limit: Tensor
     delta: Tensor
+    q_ids: Tensor
+    k_ids: Tensor
 
 
-def _query_grad_slab(
-    call: _Call, slab: slice, inputs: _Inputs, grad_q: Tensor, scale: float
-) -> None:
-    q, k, v, grad, limit, delta = inputs
-    tokens = slab.stop - slab.start
+def _query_grad_slab(call: _Call, inputs: _Inputs, grad_q: Tensor) -> None:
+    q, k, v, grad, limit, delta, q_ids, k_ids = inputs
+    tokens = grad_q.shape[1]
     partial = call.new_partial(tokens)
-    q_ids, k_ids, id_stride = call.id_arguments(slab, limit)
-    tiles = tiles_of("query_grad", call.head_dim, call.dtype)
-    for branch in call.plan.branches:
-        offsets, listed, block = call.list_arguments(branch, False, limit)
-        kernels.query_grad[call.grid(branch, tokens, tiles.queries)](
-            q,
-            _descriptor(k, branch.rate, tiles.keys, call.dims),
-            _descriptor(v, branch.rate, tiles.keys, call.dims),
-            grad, limit, delta, grad_q, partial, q_ids, k_ids, offsets, listed,
-            q.stride()[:3], grad.stride()[:3], grad_q.stride()[:3], partial.stride()[:3],
-            limit.stride()[:2], id_stride, tokens, call.heads, call.group, branch.rate,
-            branch.segment, branch.inner, call.plan.partial_rate, block, scale * LOG2_E, scale,
-            **call.constants(branch, tiles, tokens, tiles.keys),
+    strides = (
+        q.stride()[:3], grad.stride()[:3], grad_q.stride()[:3], partial.stride()[:3],
+        limit.stride()[:2],
+    )  # fmt: skip
+    id_stride = q_ids.stride(0) if call.has_ids else 0
+    launches = _launches(call, "query_grad", tokens, strides, id_stride)
+    for branch, launch in zip(call.plan.branches, launches, strict=True):
+        launch(
+            q, launch.described(0, k), launch.described(1, v), grad, limit, delta, grad_q, partial,
+            q_ids, k_ids, *call.listed(branch, limit, of_keys=False),
         )  # fmt: skip
     if not call.plan.is_chain:
         grad_q.copy_(partial)
 
 
-def _key_grad_slab(
-    call: _Call, slab: slice, inputs: _Inputs, grad_k: Tensor, grad_v: Tensor, scale: float
-) -> None:
-    q, k, v, grad, limit, delta = inputs
-    tokens = slab.stop - slab.start
+def _key_grad_slab(call: _Call, inputs: _Inputs, grad_k: Tensor, grad_v: Tensor) -> None:
+    q, k, v, grad, limit, delta, q_ids, k_ids = inputs
+    tokens = grad_k.shape[1]
     partial_k, partial_v = call.new_partial(tokens), call.new_partial(tokens)
-    q_ids, k_ids, id_stride = call.id_arguments(slab, limit)
-    tiles = tiles_of("key_grad", call.head_dim, call.dtype)
-    for branch in call.plan.branches:
-        offsets, listed, block = call.list_arguments(branch, True, limit)
-        kernels.key_grad[call.grid(branch, tokens, tiles.keys)](
-            _descriptor(q, branch.rate, tiles.queries, call.dims),
-            k,
-            v,
-            _descriptor(grad, branch.rate, tiles.queries, call.dims),
-            limit, delta, grad_k, grad_v, partial_k, partial_v, q_ids, k_ids, offsets, listed,
-            k.stride()[:3], v.stride()[:3], grad_k.stride()[:3], partial_k.stride()[:3],
-            limit.stride()[:2], id_stride, tokens, call.heads, call.group, branch.rate,
-            branch.segment, branch.inner, call.plan.partial_rate, block, scale * LOG2_E, scale,
-            **call.constants(branch, tiles, tokens, tiles.queries),
+    strides = (
+        k.stride()[:3], v.stride()[:3], grad_k.stride()[:3], partial_k.stride()[:3],
+        limit.stride()[:2],
+    )  # fmt: skip
+    id_stride = q_ids.stride(0) if call.has_ids else 0
+    launches = _launches(call, "key_grad", tokens, strides, id_stride)
+    for branch, launch in zip(call.plan.branches, launches, strict=True):
+        launch(
+            launch.described(0, q), k, v, launch.described(1, grad), limit, delta, grad_k, grad_v,
+            partial_k, partial_v, q_ids, k_ids, *call.listed(branch, limit, of_keys=True),
         )  # fmt: skip
     if not call.plan.is_chain:
         grad_k.copy_(partial_k)

@@ -189,39 +189,40 @@ def _measure(
 
 def _time(function: Callable[[], None], device: str) -> tuple[float, float]:
     """Median milliseconds and (slowest − fastest) / median, of 5 to 50 repetitions."""
-    once = _once_on_gpu() if device == "cuda" else _once_on_cpu
     function()
+    start = time.perf_counter()
     function()
-    times: list[float] = []
-    began = time.perf_counter()
-    while len(times) < 5 or (time.perf_counter() - began < 0.5 and len(times) < 50):
-        times.append(once(function))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    repetitions = min(50, max(5, int(0.5 / (time.perf_counter() - start))))
+    times = (_gpu_times if device == "cuda" else _cpu_times)(function, repetitions)
     median = statistics.median(times)
     return median, (max(times) - min(times)) / median
 
 
-def _once_on_cpu(function: Callable[[], None]) -> float:
-    start = time.perf_counter()
-    function()
-    return 1e3 * (time.perf_counter() - start)
+def _cpu_times(function: Callable[[], None], repetitions: int) -> list[float]:
+    times = []
+    for _ in range(repetitions):
+        start = time.perf_counter()
+        function()
+        times.append(1e3 * (time.perf_counter() - start))
+    return times
 
 
-def _once_on_gpu() -> Callable[[Callable[[], None]], float]:
+def _gpu_times(function: Callable[[], None], repetitions: int) -> list[float]:
+    """Queued one after another, as in training, between events on the device."""
     cache = torch.empty(64 << 20, dtype=torch.int32, device="cuda")  # larger than any L2
-
-    def once(function: Callable[[], None]) -> float:
-        before, after = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
+    events = [
+        [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
+        for _ in range(repetitions)
+    ]
+    for before, after in events:
         cache.zero_()  # no input is left in the cache by the last repetition
         before.record()
         function()
         after.record()
-        torch.cuda.synchronize()
-        return float(before.elapsed_time(after))
-
-    return once
+    torch.cuda.synchronize()
+    return [before.elapsed_time(after) for before, after in events]
 
 
 def _extra_mib(both: Callable[[], None], inputs: Sequence[Tensor]) -> float:
