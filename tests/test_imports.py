@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "checkpoint": set(),
     "tracking": {"config"},
     "training": {"models", "attention", "data", "checkpoint", "tracking", "config", "runfile"},
-    "benchmarks": {"attention"},
+    "benchmarks": {"attention", "config"},
     "cli": {"benchmarks", "training", "models", "data", "config", "runfile"},
     "__main__": {"cli"},
 }

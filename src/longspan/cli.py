@@ -236,7 +236,7 @@ def _bench_attention(args: argparse.Namespace) -> None:
         "dilation_rates": args.rates and tuple(args.rates),
     }
     setting = GPU if _builtin_name() == "cuda" else CPU
-    setting = replace(setting, **{name: value for name, value in given.items() if value})
+    setting = replace(setting, **{name: x for name, x in given.items() if x is not None})
     bench_attention(setting, args.json, args.plot)
 
 

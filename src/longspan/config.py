@@ -87,12 +87,24 @@ class Model(Section):
 
 
 class Attention(Section):
-    kind: Literal["dense", "dilated"] = "dilated"
+    kind: Literal["dense", "dilated", "block_sparse"] = "dilated"
     """Which keys a query sees."""
     segment_lengths: Integers = ()
-    """Tokens per segment of each branch; unless given, those of the model's preset."""
+    """Tokens per segment of each dilated branch; unless given, those of the model's preset."""
     dilation_rates: Integers = ()
-    """Every how many positions each branch keeps."""
+    """Every how many positions each dilated branch keeps."""
+    block_size: Positive = 128
+    """Tokens per block of a block-sparse pattern, which always keeps the blocks of the diagonal."""
+    local_window: Whole = 0
+    """Tokens back and ahead that a block sees, in whole blocks, its own included."""
+    global_tokens: Whole = 0
+    """First tokens, in whole blocks, that all see and that see all."""
+    stride: Whole = 0
+    """Every how many blocks one is kept; 0 for none."""
+    sparsity: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Fraction of all blocks kept beside those, drawn from `block_seed`."""
+    block_seed: Whole = 0
+    """Which blocks are drawn."""
 
 
 class Data(Section):
@@ -225,10 +237,8 @@ def derived_values(run: Run) -> dict[str, str]:
     train, context = run.train, run.data.context
     ranks = run.layout.resolve(world=1)
     tokens = train.global_batch * context
-    branches = zip(run.attention.segment_lengths, run.attention.dilation_rates, strict=True)
     return {
-        "attention": run.attention.kind
-        + "".join(f" {w}/{r}" for w, r in branches)
+        "attention": f"{run.attention.kind}{_pattern_words(run.attention)}"
         + f", context {context:,}, rope base {run.model.rope_base_for(context):,.0f}",
         "batch": f"{train.global_batch} = micro {train.micro_batch} × accumulation "
         f"{train.accumulation} × data-parallel {ranks['replicate'] * ranks['shard']}",
@@ -236,6 +246,18 @@ def derived_values(run: Run) -> dict[str, str]:
         "learning rate": f"{train.peak_lr:g} peak, {train.schedule}, {train.warmup} warmup steps",
         "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items()),
     }
+
+
+def _pattern_words(attention: Attention) -> str:
+    if attention.kind == "block_sparse":
+        words = {
+            key: getattr(attention, key)
+            for key in ("block_size", *BLOCK_SPARSE_KEYS)
+            if getattr(attention, key)
+        }
+        return "".join(f" {key} {value:g}" for key, value in words.items())
+    branches = zip(attention.segment_lengths, attention.dilation_rates, strict=True)
+    return "".join(f" {w}/{r}" for w, r in branches)
 
 
 @dataclass(frozen=True)
@@ -275,6 +297,16 @@ def branch_problems(segment_lengths: tuple[int, ...], dilation_rates: tuple[int,
                 f"segment length {w} must be a multiple of its dilation rate {r}: use {nearest}"
             )
     return problems
+
+
+def block_problem(tokens: int, block_size: int) -> str | None:
+    """What keeps this from being a number of tokens in whole blocks."""
+    if tokens % block_size == 0:
+        return None
+    return (
+        f"must be a multiple of block_size = {block_size}, got {tokens}: "
+        f"use {round(tokens / block_size) * block_size}"
+    )
 
 
 def layout_problems(ranks: Mapping[str, int], world: int) -> list[str]:
@@ -323,15 +355,31 @@ def _model_rules(model: Model) -> list[Problem]:
     return problems
 
 
+DILATED_KEYS = ("segment_lengths", "dilation_rates")
+BLOCK_SPARSE_KEYS = ("local_window", "global_tokens", "stride", "sparsity", "block_seed")
+
+
 def _attention_rules(attention: Attention) -> list[Problem]:
-    if attention.kind == "dense":
-        return [
-            Problem(f"attention.{key}", 'has no use with kind = "dense": remove it')
-            for key in ("segment_lengths", "dilation_rates")
-            if getattr(attention, key)
+    useless = (() if attention.kind == "dilated" else DILATED_KEYS) + (
+        () if attention.kind == "block_sparse" else BLOCK_SPARSE_KEYS
+    )
+    problems = [
+        Problem(f"attention.{key}", f'has no use with kind = "{attention.kind}": remove it')
+        for key in useless
+        if getattr(attention, key)
+    ]
+    if attention.kind == "dilated":
+        problems += [
+            Problem("attention.segment_lengths", message)
+            for message in branch_problems(attention.segment_lengths, attention.dilation_rates)
         ]
-    problems = branch_problems(attention.segment_lengths, attention.dilation_rates)
-    return [Problem("attention.segment_lengths", message) for message in problems]
+    if attention.kind == "block_sparse":
+        problems += [
+            Problem(f"attention.{key}", message)
+            for key in ("local_window", "global_tokens")
+            if (message := block_problem(getattr(attention, key), attention.block_size))
+        ]
+    return problems
 
 
 def _train_rules(train: Train) -> list[Problem]:

@@ -55,9 +55,16 @@ def test_loss_equals_plain_cross_entropy_of_its_logits(options: list[str]) -> No
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
 
 
-@pytest.mark.parametrize("kind", ["dense", "dilated"])
-def test_the_future_does_not_move_the_past(kind: str) -> None:
-    model = build_decoder(load_run(None, [*TINY, f"attention.kind={kind}"]), torch.device("cpu"))
+@pytest.mark.parametrize(
+    "attention",
+    [
+        ["attention.kind=dense"],
+        ["attention.kind=dilated"],
+        ["attention.kind=block_sparse", "attention.block_size=8", "attention.sparsity=0.5"],
+    ],
+)
+def test_the_future_does_not_move_the_past(attention: list[str]) -> None:
+    model = build_decoder(load_run(None, [*TINY, *attention]), torch.device("cpu"))
     tokens = torch.randint(256, (1, 60))
     changed = tokens.clone()
     changed[:, 41:] = torch.randint(256, (1, 19))

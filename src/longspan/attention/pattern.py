@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.chance import uniform
-from longspan.config import Attention, branch_problems
+from longspan.config import Attention, block_problem, branch_problems
 
 
 class Pattern(ABC):
@@ -107,11 +107,10 @@ class BlockSparse(Pattern):
             raise ValueError(f"block_size must be at least 1, got {b}")
         for name in ("local_window", "global_tokens"):
             value = getattr(self, name)
-            if value < 0 or value % b:
-                raise ValueError(
-                    f"{name} must be a multiple of block_size = {b}, got {value}: "
-                    f"use {max(0, round(value / b) * b)}"
-                )
+            if value < 0:
+                raise ValueError(f"{name} must be at least 0, got {value}")
+            if problem := block_problem(value, b):
+                raise ValueError(f"{name} {problem}")
         if self.stride < 0:
             raise ValueError(f"stride must be at least 0, in blocks, got {self.stride}")
         if not 0 <= self.sparsity <= 1:
@@ -253,4 +252,13 @@ def pattern_of(attention: Attention) -> Pattern:
     """The pattern a run file's [attention] section describes."""
     if attention.kind == "dense":
         return Dense()
+    if attention.kind == "block_sparse":
+        return BlockSparse(
+            attention.block_size,
+            attention.local_window,
+            attention.global_tokens,
+            attention.stride,
+            attention.sparsity,
+            attention.block_seed,
+        )
     return Dilated(attention.segment_lengths, attention.dilation_rates)

@@ -24,6 +24,7 @@ from torch import Tensor
 from longspan.attention import BlockSparse, Dense, Dilated, Mask, Pattern, attend, choose_backend
 from longspan.benchmarks.chart import charts_svg
 from longspan.benchmarks.plain import plain_dilated
+from longspan.config import branch_problems
 from longspan.errors import UserError
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -86,10 +87,8 @@ class Row:
 
 def bench_attention(setting: Setting, json_file: Path | None, plot: Path | None) -> None:
     """Measure, print the tables, and write what is asked for."""
-    for w in setting.segment_lengths:
-        short = [n for n in setting.lengths if n % min(w, n)]
-        if short:
-            raise UserError(f"a length of {short[0]} is not made of whole segments of {w}")
+    if problem := _problem(setting, [file for file in (json_file, plot) if file]):
+        raise UserError(problem)
     console = Console() if Console().is_terminal else Console(width=120)
     where = _machine(setting)
     console.print(
@@ -114,6 +113,26 @@ def bench_attention(setting: Setting, json_file: Path | None, plot: Path | None)
         json_file.write_text(json.dumps(result, indent=1) + "\n")
     if plot is not None:
         plot.write_text(_plot(rows, where))
+
+
+def _problem(setting: Setting, files: Sequence[Path]) -> str | None:
+    for name, values in (
+        ("--heads", [setting.heads]),
+        ("--head-dim", [setting.head_dim]),
+        ("--lengths", setting.lengths),
+    ):
+        if min(values) < 1:
+            return f"{name} must be at least 1, got {min(values)}"
+    if problems := branch_problems(setting.segment_lengths, setting.dilation_rates):
+        return problems[0]
+    for w in setting.segment_lengths:
+        broken = [n for n in setting.lengths if n % min(w, n)]
+        if broken:
+            return f"a length of {broken[0]} is not made of whole segments of {w}"
+    for file in files:
+        if not file.parent.is_dir():
+            return f"cannot write {file}: there is no folder {file.parent}"
+    return None
 
 
 def _lengths(setting: Setting) -> list[Row]:
@@ -298,7 +317,7 @@ def _plot(rows: Sequence[Row], where: str) -> str:
 def _machine(setting: Setting) -> str:
     name = torch.cuda.get_device_name() if setting.device == "cuda" else "CPU"
     git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
         capture_output=True,
         text=True,
         check=False,
