@@ -65,7 +65,8 @@ def test_all_problems_come_at_once_with_path_cause_and_cure() -> None:
         "trian": "unknown section; did you mean 'train'?",
         "model.headz": "unknown key; did you mean 'heads'?",
         "model.warmup": "unknown key; did you mean train.warmup?",
-        "attention.kind": "expected 'dense', 'dilated' or 'block_sparse', got 'dilted'; did you mean 'dilated'?",
+        "attention.kind": "expected 'dense', 'dilated' or 'block_sparse', got 'dilted'; "
+        "did you mean 'dilated'?",
         "data.context": "expected a valid integer, got 'many'; the default is 4096",
         "train.steps": "expected a valid integer, got 1.5; the default is 200",
         "train.lr": "expected a number greater than 0, got -1; the default is 0.001",

@@ -1,4 +1,4 @@
-"""What `longspan bench attention` measures is what it says, and its tables hold what it measured."""
+"""What `longspan bench attention` measures is what it says, and what it measured is written."""
 
 from __future__ import annotations
 
