@@ -21,13 +21,15 @@ DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 3
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code."""
-    args = _parser().parse_args(argv)
+    args = _parse(argv)
     try:
         _check_text(vars(args))
         args.verb(args)
     except UserError as error:
         print(f"longspan: {error}", file=sys.stderr)
         return WRONG_INPUT
+    except SystemExit as ended:  # by the processes that did the work
+        return int(ended.code or DONE)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
         return STOPPED
@@ -38,6 +40,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("longspan: interrupted; nothing more was saved", file=sys.stderr)
         return FAILED
     return DONE
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Like parse_args, but overrides may stand after options too."""
+    parser = _parser()
+    args, rest = parser.parse_known_args(argv)
+    if rest and (not hasattr(args, "items") or any(item.startswith("-") for item in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        args.items = [*args.items, *rest]
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,7 +73,21 @@ def _parser() -> argparse.ArgumentParser:
         help="go on with the run in DIR from its newest checkpoint; with its own run file unless "
         "RUN.toml is given, and from the start where it has no checkpoint",
     )
+    train.add_argument(
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="start N processes on this machine; under torchrun the environment says it",
+    )
     train.set_defaults(verb=_train)
+
+    verify = verbs.add_parser(
+        "verify", help="show that a layout computes what one process does, on your run file"
+    )
+    _add_run_arguments(verify)
+    verify.add_argument("--nproc", type=int, metavar="N", help="processes (the axes' product)")
+    verify.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (5)")
+    verify.set_defaults(verb=_verify)
 
     generate = verbs.add_parser("generate", help="continue a prompt with a trained model")
     generate.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -156,17 +183,39 @@ def _builtin_name() -> str:
 
 
 def _train(args: argparse.Namespace) -> None:
+    from longspan.launching.local import join_launcher
+    from longspan.parallel.world import world_of_environment
     from longspan.runfile import load_run, new_run_dir, saved_run_file
 
+    join_launcher()
+    world = world_of_environment()
+    if args.nproc is not None and (args.nproc < 1 or world.size > 1):
+        raise UserError(
+            f"--nproc must be at least 1, got {args.nproc}"
+            if args.nproc < 1
+            else f"--nproc {args.nproc} within a world of {world.size} processes: leave it out"
+        )
     file, overrides = _split_items(args.items)
     if file is None and args.resume:
         file = saved_run_file(args.resume)
-    run = load_run(file, overrides, builtin="cpu" if file else _builtin_name())
+    run = load_run(
+        file,
+        overrides,
+        builtin="cpu" if file else _builtin_name(),
+        world=args.nproc or world.size,
+    )
+    if world.size > 1 and not (args.resume or args.run_dir):
+        raise UserError("several processes need one folder: give --run-dir or --resume")
+    run_dir = args.resume or args.run_dir or new_run_dir(Path("runs"), file)
+    if args.nproc is not None and args.nproc > 1:
+        _train_in_processes(args, run_dir)
+        return
 
     from longspan.training import train
 
-    run_dir = args.resume or args.run_dir or new_run_dir(Path("runs"), file)
-    result = train(run, run_dir, resume=args.resume is not None)
+    result = train(run, run_dir, resume=args.resume is not None, world=world)
+    if not world.is_main:
+        return
     if args.json:
         print(json.dumps(asdict(result)))
         return
@@ -178,6 +227,30 @@ def _train(args: argparse.Namespace) -> None:
             f"{result.baseline} {result.baseline_loss:.4f} on the same tokens"
         )
     print(f"run folder: {result.run_dir}")
+
+
+def _verify(args: argparse.Namespace) -> None:
+    from longspan.verify import verify
+
+    file, overrides = _split_items(args.items)
+    builtin = "cpu" if file else _builtin_name()
+    report = verify(file, overrides, builtin=builtin, nproc=args.nproc, steps=args.steps)
+    print(json.dumps(report.as_dict()) if args.json else report)
+    if not report.agrees:
+        raise SystemExit(FAILED)
+
+
+def _train_in_processes(args: argparse.Namespace, run_dir: Path) -> None:
+    from longspan.launching.local import run_processes
+    from longspan.training.folder import check_run_folder
+
+    check_run_folder(run_dir, resume=args.resume is not None)
+    where = ["--resume" if args.resume else "--run-dir", str(run_dir)]
+    program = [sys.executable, "-m", "longspan", "train"]
+    command = [*program, *args.items, *where, *(["--json"] if args.json else [])]
+    code = run_processes(command, args.nproc, run_dir / "logs")
+    if code != DONE:
+        raise SystemExit(code)
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -117,6 +117,9 @@ class Data(Section):
     """Key-value pairs in each sequence of the "recall" source."""
 
 
+AXES = ("replicate", "shard", "sequence", "tensor", "pipeline")
+
+
 class Layout(Section):
     """Ranks per mesh axis; -1 means the rest of the devices."""
 
@@ -130,9 +133,11 @@ class Layout(Section):
     """Ranks that share each matrix."""
     pipeline: Ranks = 1
     """Ranks that share the layers."""
+    zero: Literal[1, 2, 3] = 3
+    """What the `shard` axis splits: 1 optimizer state, 2 gradients too, 3 parameters too."""
 
     def ranks(self) -> dict[str, int]:
-        return {axis: getattr(self, axis) for axis in type(self).model_fields}
+        return {axis: getattr(self, axis) for axis in AXES}
 
     def resolve(self, world: int) -> dict[str, int]:
         """Ranks per axis for `world` processes, with -1 filled in."""
@@ -189,10 +194,6 @@ class Train(Section):
     """Validation sequences per evaluation."""
 
     @property
-    def accumulation(self) -> int:
-        return self.global_batch // self.micro_batch
-
-    @property
     def peak_lr(self) -> float:
         """`lr` scaled from `base_batch` to `global_batch`."""
         ratio = self.global_batch / (self.base_batch or self.global_batch)
@@ -232,19 +233,21 @@ class Run(Section):
     track: Track = Track()
 
 
-def derived_values(run: Run) -> dict[str, str]:
-    """What follows from a run file, in words for people."""
+def derived_values(run: Run, world: int = 1) -> dict[str, str]:
+    """What follows from a run file on `world` processes, in words for people."""
     train, context = run.train, run.data.context
-    ranks = run.layout.resolve(world=1)
+    ranks = run.layout.resolve(world)
+    data_ranks = ranks["replicate"] * ranks["shard"]
     tokens = train.global_batch * context
     return {
         "attention": f"{run.attention.kind}{_pattern_words(run.attention)}"
         + f", context {context:,}, rope base {run.model.rope_base_for(context):,.0f}",
         "batch": f"{train.global_batch} = micro {train.micro_batch} × accumulation "
-        f"{train.accumulation} × data-parallel {ranks['replicate'] * ranks['shard']}",
+        f"{train.global_batch // (train.micro_batch * data_ranks)} × data-parallel {data_ranks}",
         "tokens": f"{tokens:,} a step × {train.steps:,} steps = {tokens * train.steps:,}",
         "learning rate": f"{train.peak_lr:g} peak, {train.schedule}, {train.warmup} warmup steps",
-        "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items()),
+        "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items())
+        + (f", ZeRO stage {run.layout.zero}" if ranks["shard"] > 1 else ""),
     }
 
 
@@ -452,10 +455,27 @@ def _recall_rules(model: Model, data: Data) -> list[Problem]:
     return problems
 
 
-def _layout_rules(layout: Layout) -> list[Problem]:
-    # One process runs a step today.
-    problems = layout_problems(layout.ranks(), world=1)
-    return [Problem("layout", message) for message in problems]
+def _layout_rules(layout: Layout, train: Train, world: int) -> list[Problem]:
+    if problems := layout_problems(layout.ranks(), world):
+        return [Problem("layout", message) for message in problems]
+    ranks = layout.resolve(world)
+    problems_found = [
+        Problem(f"layout.{axis}", f"is not there yet: use 1, got {ranks[axis]}")
+        for axis in ("sequence", "tensor", "pipeline")
+        if ranks[axis] > 1
+    ]
+    data_ranks = ranks["replicate"] * ranks["shard"]
+    at_once = train.micro_batch * data_ranks
+    if train.global_batch % train.micro_batch == 0 and train.global_batch % at_once:
+        problems_found.append(
+            Problem(
+                "train.global_batch",
+                f"{train.global_batch} is not a multiple of train.micro_batch = "
+                f"{train.micro_batch} × {data_ranks} data-parallel ranks: "
+                f"use {math.ceil(train.global_batch / at_once) * at_once}",
+            )
+        )
+    return problems_found
 
 
 RULES: tuple[Callable[..., list[Problem]], ...] = (
@@ -467,11 +487,12 @@ RULES: tuple[Callable[..., list[Problem]], ...] = (
 )
 
 
-def check_rules(sections: Mapping[str, Section]) -> list[Problem]:
-    """Problems between values, from every rule whose sections are all present in `sections`."""
+def check_rules(sections: Mapping[str, Section], world: int | None) -> list[Problem]:
+    """Problems between values, from every rule of which all is known; `world`: processes."""
+    known: dict[str, Any] = {**sections, **({} if world is None else {"world": world})}
     problems = []
     for rule in RULES:
         needs = inspect.signature(rule).parameters
-        if set(needs) <= set(sections):
-            problems += rule(**{name: sections[name] for name in needs})
+        if set(needs) <= set(known):
+            problems += rule(**{name: known[name] for name in needs})
     return problems

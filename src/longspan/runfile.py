@@ -15,13 +15,16 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from longspan.config import Problem, Run, Section, check_rules, fill_branches
+from longspan.config import AXES, Problem, Run, Section, check_rules, fill_branches
 from longspan.errors import UserError
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+ONE_PROCESS = [f"layout.{axis}=1" for axis in AXES]
+"""Overrides for what one process does with a run of many."""
 
 RUN_FILE = "run.toml"
 """The name of the run file in a run's folder."""
@@ -32,14 +35,23 @@ SECTIONS: dict[str, type[Section]] = {
 }
 
 
-def load_run(path: Path | None, overrides: Iterable[str] = (), *, builtin: str = "cpu") -> Run:
-    """The run in `path`, or the built-in one called `builtin`, with section.key=value overrides."""
+def load_run(
+    path: Path | None,
+    overrides: Iterable[str] = (),
+    *,
+    builtin: str = "cpu",
+    world: int | None = 1,
+) -> Run:
+    """The run in `path`, or the built-in one called `builtin`, with section.key=value overrides.
+
+    Its layout is checked for `world` processes, or not at all for None.
+    """
     name = str(path) if path else f"built-in run {builtin!r}"
     tables = _read(path) if path else _read_builtin(builtin)
-    return parse_run(_override(tables, overrides), name)
+    return parse_run(_override(tables, overrides), name, world=world)
 
 
-def parse_run(tables: Mapping[str, Any], name: str = "run") -> Run:
+def parse_run(tables: Mapping[str, Any], name: str = "run", *, world: int | None = 1) -> Run:
     """Validate plain tables into a Run; raises one UserError that lists every problem."""
     tables = fill_branches(dict(tables))
     problems = [
@@ -60,7 +72,7 @@ def parse_run(tables: Mapping[str, Any], name: str = "run") -> Run:
             sections[key] = section.model_validate(table)
         except ValidationError as error:
             problems += [_explain(key, section, detail) for detail in error.errors()]
-    problems += check_rules(sections)
+    problems += check_rules(sections, world)
     if problems:
         raise UserError(_render(name, problems))
     return Run(**sections)  # type: ignore[arg-type]

@@ -22,8 +22,8 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
 class Reporter:
     """Shows a run as it goes. Everything goes to stderr, so that stdout can carry a result."""
 
-    def __init__(self, *, steps: int, done: int) -> None:
-        self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True)
+    def __init__(self, *, steps: int, done: int, silent: bool = False) -> None:
+        self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True, quiet=silent)
         self._steps = steps
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),

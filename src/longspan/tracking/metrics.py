@@ -13,23 +13,27 @@ from longspan.files import replace_text
 class MetricsFile:
     """Appends to a metrics file, from which lines after `step` are dropped first.
 
-    Those are lines of work that a resumed run does again.
+    Those are lines of work that a resumed run does again. Without a path nothing is written.
     """
 
-    def __init__(self, path: Path, *, step: int) -> None:
-        kept = [_encode(line) for line in _lines(path) if line["step"] <= step]
-        replace_text(path, "".join(kept))
-        self._file = path.open("a", encoding="utf-8")
+    def __init__(self, path: Path | None, *, step: int) -> None:
+        self._file = None
+        if path is not None:
+            kept = [_encode(line) for line in _lines(path) if line["step"] <= step]
+            replace_text(path, "".join(kept))
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
-        self._file.write(_encode(line))
-        self._file.flush()
+        if self._file is not None:
+            self._file.write(_encode(line))
+            self._file.flush()
 
     def __enter__(self) -> MetricsFile:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _encode(line: dict[str, Any]) -> str:

@@ -14,11 +14,20 @@ from longspan.errors import UserError
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def choose_device(run: Run) -> torch.device:
+def choose_device(run: Run, local_rank: int = 0) -> torch.device:
+    """The device of the process that is `local_rank`-th on its machine."""
     wanted = run.train.device
     if wanted == "cuda" and not torch.cuda.is_available():
         raise UserError('train.device is "cuda" and torch sees no CUDA device: use "cpu" or "auto"')
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
+    if wanted == "cpu" or not torch.cuda.is_available():
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"process {local_rank} of this machine has no GPU: there are "
+            f"{torch.cuda.device_count()}; start as many processes"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
 
 
 def resolve(run: Run, device: torch.device) -> Run:

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan import checkpoint
 from longspan.config import Run, Train, derived_values
 from longspan.data import Baseline, Sample, Source, batch_of, count_targets, open_source
 from longspan.errors import Diverged, Stopped
 from longspan.models import Decoder, build_decoder
+from longspan.parallel.placement import Placement, placement, whole
+from longspan.parallel.world import World
 from longspan.tracking import MetricsFile, Reporter
 from longspan.training.device import autocast, choose_device, resolve
 from longspan.training.folder import CHECKPOINTS, check_run_folder, open_run_folder
@@ -41,15 +43,26 @@ class Result:
     sample: str | None
 
 
-def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
+def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None = None) -> Result:
     """Train `run` in `run_dir`, from its newest checkpoint if `resume` and there is one.
+
+    With a `world` of several processes every one of them calls this, and all return the same.
 
     Raises UserError, before anything is written, where the run cannot start; Stopped, after a
     checkpoint is saved, on a request to stop; Diverged where the loss is no longer a number.
     """
-    check_run_folder(run_dir, resume=resume)
-    device = choose_device(run)
-    run = resolve(run, device)
+    world = world or World()
+    if world.is_main:
+        check_run_folder(run_dir, resume=resume)
+    device = choose_device(run, world.local_rank)
+    with placement(run.layout, world, device) as placed:
+        return _train(resolve(run, device), run_dir, device, placed, resume=resume)
+
+
+def _train(
+    run: Run, run_dir: Path, device: torch.device, placed: Placement, *, resume: bool
+) -> Result:
+    is_main = placed.world.is_main
     source = open_source(run.data, run.model)
     if source.tokenizer and run.track.prompt:
         encode_prompt(source.tokenizer, run.track.prompt)  # now, not after hours of training
@@ -58,33 +71,37 @@ def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
 
     torch.manual_seed(run.train.seed)
     model = build_decoder(run, device)
+    if run.train.compile:
+        for block in model.blocks:
+            block.compile(fullgraph=True)
+    module = placed.place(model)
     scaler = torch.amp.GradScaler(device.type, enabled=run.train.precision == "fp16")
     state = State(model, build_optimizer(model, run.train), scaler)
     saved = checkpoint.latest(run_dir / CHECKPOINTS) if resume else None
     trained_with = resume_key(run, source)
     if saved:
         state.restore(checkpoint.load(saved), trained_with)
-    if run.train.compile:
-        for block in model.blocks:
-            block.compile(fullgraph=True)
 
-    open_run_folder(run, run_dir, device, source)
-    meter = Meter(run, model, device, state.step)
+    if is_main:
+        open_run_folder(run, run_dir, device, source)
+    meter = Meter(run, model, device, state.step, placed.world.size)
+    metrics_file = run_dir / "metrics.jsonl" if is_main else None
     with (
         StopRequest() as stop,
-        MetricsFile(run_dir / "metrics.jsonl", step=state.step) as metrics,
-        Reporter(steps=run.train.steps, done=state.step) as reporter,
+        MetricsFile(metrics_file, step=state.step) as metrics,
+        Reporter(steps=run.train.steps, done=state.step, silent=not is_main) as reporter,
     ):
         reporter.say(
             f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
         )
-        reporter.facts(describe(run, model, source))
+        reporter.facts(describe(run, model, source, placed.world.size))
         if not validation:
             reporter.say("no evaluation: the validation split holds less than one sample")
         ended = state.step >= run.train.steps
         while not ended:
-            loss, grad_norm = train_step(state, run, source, device)
+            loss, grad_norm = train_step(state, module, placed, run, source, device)
             meter.add(loss)
+            stop.requested = placed.any(stop.requested)
             ended = state.step == run.train.steps or stop.requested
             saves = ended or due(state.step, run.checkpoint.every)
             reporter.step(state.step)
@@ -96,12 +113,13 @@ def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
                     raise Diverged(f"loss {line['loss']} at step {state.step}: lower train.lr")
             with meter.paused():
                 if saves:
-                    state.save(run_dir / CHECKPOINTS, trained_with, keep=run.checkpoint.keep)
+                    keep = run.checkpoint.keep
+                    state.save(run_dir / CHECKPOINTS, trained_with, keep=keep, is_main=is_main)
                 if not ended and due(state.step, run.train.eval_every):
-                    found = evaluate(model, validation, run, device, stop)
+                    found = evaluate(model, validation, run, device, stop, placed)
                     report_validation(reporter, metrics, state.step, found, baseline)
 
-        validation_loss = evaluate(model, validation, run, device, stop)
+        validation_loss = evaluate(model, validation, run, device, stop, placed)
         if stop.requested:
             raise Stopped(
                 f"stopped at step {state.step} of {run.train.steps}, checkpoint saved; go on with\n"
@@ -123,12 +141,17 @@ def train(run: Run, run_dir: Path, *, resume: bool = False) -> Result:
 
 
 def train_step(
-    state: State, run: Run, source: Source, device: torch.device
+    state: State,
+    module: nn.Module,
+    placed: Placement,
+    run: Run,
+    source: Source,
+    device: torch.device,
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step; returns its loss per token and its gradient norm before clipping.
 
     The loss is the sum over all tokens of the step divided by their number, so how the step is
-    cut into micro-batches does not enter.
+    cut into micro-batches, and those spread over ranks, does not enter.
     """
     train = run.train
     indices = range(state.samples, state.samples + train.global_batch)
@@ -136,15 +159,20 @@ def train_step(
     for group in state.optimizer.param_groups:
         group["lr"] = learning_rate(train, state.step)
     total = torch.zeros((), device=device)
-    for start in range(0, train.global_batch, train.micro_batch):
-        micro = indices[start : start + train.micro_batch]
+    own = placed.own(indices)
+    for start in range(0, len(own), train.micro_batch):
+        micro = own[start : start + train.micro_batch]
         batch = batch_of([source.sample(train.seed, index) for index in micro], device)
-        with autocast(run):
-            loss = state.model(batch.tokens, batch.targets) / tokens_with_loss
-        state.scaler.scale(loss).backward()
+        with placed.micro_batch(module, is_last=start + train.micro_batch >= len(own)):
+            with autocast(run):
+                loss = module(batch.tokens, batch.targets) / tokens_with_loss
+            # The ranks' gradients are averaged and should be summed.
+            state.scaler.scale(loss * placed.data_ranks).backward()
         total += loss.detach()
+    placed.sum(total)
     state.scaler.unscale_(state.optimizer)
-    grad_norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), train.clip or math.inf)
+    limit = train.clip or math.inf
+    grad_norm = whole(torch.nn.utils.clip_grad_norm_(state.model.parameters(), limit))
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad()
@@ -155,11 +183,20 @@ def train_step(
 
 @torch.no_grad()
 def evaluate(
-    model: Decoder, samples: list[Sample], run: Run, device: torch.device, stop: StopRequest
+    model: Decoder,
+    samples: list[Sample],
+    run: Run,
+    device: torch.device,
+    stop: StopRequest,
+    placed: Placement,
 ) -> float | None:
-    """Nats per token over `samples`; None where there are none or a stop was asked for."""
+    """Nats per token over `samples`; None where there are none or a stop was asked for.
+
+    Every rank goes through all of them.
+    """
     total = 0.0
     for start in range(0, len(samples), run.train.micro_batch):
+        stop.requested = placed.any(stop.requested)
         if stop.requested:
             return None
         batch = batch_of(samples[start : start + run.train.micro_batch], device)
@@ -183,13 +220,13 @@ def build_optimizer(model: Decoder, train: Train) -> torch.optim.Optimizer:
     )
 
 
-def describe(run: Run, model: Decoder, source: Source) -> dict[str, str]:
+def describe(run: Run, model: Decoder, source: Source, world: int) -> dict[str, str]:
     """What is printed once at the start."""
     parameters = sum(p.numel() for p in model.parameters())
     return {
         "model": f"{run.model.preset}, {parameters:,} parameters",
         "data": source.describe(),
-        **derived_values(run),
+        **derived_values(run, world),
         "device": f"{run.train.device}, {run.train.precision}"
         + (", compiled" if run.train.compile else ""),
     }

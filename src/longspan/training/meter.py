@@ -37,12 +37,15 @@ def flops_per_sample(run: Run, model: Decoder) -> float:
 class Meter:
     """Collects losses and time between two lines of metrics."""
 
-    def __init__(self, run: Run, model: Decoder, device: torch.device, step: int) -> None:
+    def __init__(
+        self, run: Run, model: Decoder, device: torch.device, step: int, world: int = 1
+    ) -> None:
         self._run, self._device = run, device
         self._flops = flops_per_sample(run, model)
         self._peak = None  # of 16-bit products, so it says nothing of a float32 run
         if device.type == "cuda" and run.train.precision != "fp32":
-            self._peak = peak_flops(torch.cuda.get_device_name(device))
+            one = peak_flops(torch.cuda.get_device_name(device))
+            self._peak = one * world if one else None
         self._step = step
         self._losses: list[Tensor] = []
         self._mark = time.perf_counter()

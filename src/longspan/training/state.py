@@ -17,7 +17,8 @@ from longspan.config import Run
 from longspan.data import Source
 from longspan.errors import Diverged, UserError, first_problem
 from longspan.models import Decoder, build_decoder
-from longspan.runfile import load_run, saved_run_file
+from longspan.parallel.placement import like, whole
+from longspan.runfile import ONE_PROCESS, load_run, saved_run_file
 from longspan.training.device import choose_device, resolve
 from longspan.training.folder import CHECKPOINTS
 
@@ -59,21 +60,24 @@ class State:
     samples: int = 0
     """Position in the data: how many samples of the endless order have been used."""
 
-    def save(self, folder: Path, trained_with: dict[str, Any], *, keep: int) -> Path:
-        """Write a checkpoint that can be resumed under the same `trained_with`."""
-        if not all(torch.isfinite(weight).all() for weight in self.model.parameters()):
+    def save(
+        self, folder: Path, trained_with: dict[str, Any], *, keep: int, is_main: bool = True
+    ) -> None:
+        """Write a checkpoint that can be resumed under the same `trained_with`.
+
+        Every rank must call it; the main one writes.
+        """
+        weights = {name: whole(x) for name, x in self.model.state_dict().items()}
+        if not all(torch.isfinite(weight).all() for weight in weights.values()):
             raise Diverged(f"weights are not finite after step {self.step}: lower train.lr")
-        groups = {
-            "model": dict(self.model.state_dict()),
-            "optimizer": self._optimizer_tensors(),
-            "rng": _rng(),
-        }
+        groups = {"model": weights, "optimizer": self._optimizer_tensors(), "rng": _rng()}
+        if not is_main:
+            return
         scalars = Scalars(
             samples=self.samples, scaler=self.scaler.state_dict(), trained_with=trained_with
         )
-        path = checkpoint.save(folder, self.step, groups, scalars.model_dump())
+        checkpoint.save(folder, self.step, groups, scalars.model_dump())
         checkpoint.prune(folder, keep)
-        return path
 
     def restore(self, saved: Checkpoint, trained_with: dict[str, Any]) -> None:
         """Take over a checkpoint, which must be of the same model and order of samples."""
@@ -96,7 +100,7 @@ class State:
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         return {
-            f"{name}.{key}": value
+            f"{name}.{key}": whole(value)
             for name, parameter in self.model.named_parameters()
             for key, value in self.optimizer.state[parameter].items()
         }
@@ -107,7 +111,8 @@ class State:
             name, key = full_name.rsplit(".", 1)
             parameter = parameters[name]
             # A fused optimizer keeps its step counter beside the parameter too.
-            self.optimizer.state[parameter][key] = value.to(parameter.device)
+            placed = like(value, parameter) if value.dim() else value.to(parameter.device)
+            self.optimizer.state[parameter][key] = placed
 
 
 def load_weights(model: Decoder, saved: Checkpoint) -> None:
@@ -120,12 +125,13 @@ def load_weights(model: Decoder, saved: Checkpoint) -> None:
                 f"the run's model and {saved.path} differ at {name}: the run has {shapes[0]}, the "
                 f"checkpoint {shapes[1]}; resume with the [model] it was trained with"
             )
-    model.load_state_dict(found)
+    model.load_state_dict({name: like(found[name], own[name]) for name in own})
 
 
 def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
     """The run file, the model at its newest checkpoint, and that checkpoint's step."""
-    run = load_run(saved_run_file(run_dir), ["train.device=auto", "train.precision=auto"])
+    overrides = ["train.device=auto", "train.precision=auto", *ONE_PROCESS]
+    run = load_run(saved_run_file(run_dir), overrides)
     device = choose_device(run)
     run = resolve(run, device)
     path = checkpoint.latest(run_dir / CHECKPOINTS)

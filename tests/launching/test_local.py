@@ -1,0 +1,152 @@
+"""Processes of one command: together they start, end and fail."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from longspan.cli import main
+from longspan.launching.local import run_processes
+
+WORKER = """
+import os, sys, time
+from longspan.launching.local import join_launcher
+join_launcher()
+rank = int(os.environ["RANK"])
+{body}
+"""
+
+
+def run_body(body: str, tmp_path: Path, count: int = 2) -> int:
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(body=body))
+    return run_processes([sys.executable, str(script)], count, tmp_path / "logs")
+
+
+def test_rank_0_speaks_and_the_others_write_logs(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run_body('print("rank", rank, "of", os.environ["WORLD_SIZE"])', tmp_path, 3) == 0
+    assert capfd.readouterr().out == "rank 0 of 3\n"
+    assert (tmp_path / "logs" / "rank-2.log").read_text() == "rank 2 of 3\n"
+
+
+def test_the_first_to_fail_is_shown_and_the_others_end(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+if rank == 1:
+    raise ValueError("the cause")
+time.sleep(1 if rank == 0 else 600)
+raise RuntimeError("connection lost")
+"""
+    start = time.monotonic()
+    assert run_body(body, tmp_path, 3) == 1
+    assert time.monotonic() - start < 60
+    error = capfd.readouterr().err
+    assert error.startswith("longspan: rank 1 failed:\nTraceback")
+    assert "ValueError: the cause" in error
+    assert "connection lost" not in error
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    body = "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)"
+    assert run_body(body, tmp_path) == 1
+    assert capfd.readouterr().err == "longspan: rank 1 was ended by SIGKILL\n"
+
+
+def test_an_exit_code_is_the_whole_s_exit_code(tmp_path: Path) -> None:
+    assert run_body("sys.exit(3)", tmp_path) == 3
+
+
+def test_workers_die_with_the_launcher(tmp_path: Path) -> None:
+    body = (
+        f"open({str(tmp_path)!r} + f'/pid-{{rank}}', 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(body=body))
+    launch = (
+        "import sys; from pathlib import Path; from longspan.launching.local import run_processes;"
+        f"run_processes([sys.executable, {str(script)!r}], 2, Path('/nowhere/logs'))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", launch])
+    files = [tmp_path / f"pid-{rank}" for rank in range(2)]
+    wait_until(lambda: all(file.exists() and file.read_text() for file in files))
+    launcher.kill()
+    launcher.wait()
+    wait_until(lambda: not any(is_alive(int(file.read_text())) for file in files))
+
+
+def wait_until(condition: object, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().split()[2] != "Z"
+
+
+SMALL = [
+    "model.hidden=32",
+    "model.layers=1",
+    "model.heads=2",
+    "data.source=recall",
+    "data.context=64",
+    "data.recall_pairs=4",
+    "train.global_batch=2",
+]
+
+
+def test_a_signal_stops_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    command = [sys.executable, "-m", "longspan", "train", *SMALL, "--nproc", "2"]
+    process = subprocess.Popen([*command, "train.steps=1000000", "--run-dir", str(run_dir)])
+    metrics = run_dir / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text())
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 3
+    step = int(os.listdir(run_dir / "checkpoints")[0].removeprefix("step-"))
+    go_on = [*command, f"train.steps={step + 2}", "--resume", str(run_dir)]
+    assert subprocess.run(go_on, check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc", "0"], "--nproc must be at least 1, got 0"),
+        (["--nproc", "2", "train.global_batch=3"], "× 2 data-parallel ranks: use 4"),
+        (["--nproc", "2", "layout.replicate=3"], "needs 3 processes and there are 2"),
+        (["--nproc", "2", "layout.tensor=2"], "layout.tensor  is not there yet: use 1"),
+    ],
+)
+def test_a_layout_that_does_not_fit_is_refused_before_any_process(
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("subprocess.Popen", None)
+    assert main(["train", *SMALL, *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_environment_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert main(["train", *SMALL]) == 2
+    assert "sets WORLD_SIZE to 'two'; expected a number" in capsys.readouterr().err

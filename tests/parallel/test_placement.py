@@ -1,0 +1,108 @@
+"""Replicated and sharded runs against one process: losses, gradient norms and weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from longspan.config import Run
+from longspan.parallel.world import World
+from longspan.runfile import load_run
+from longspan.training import train
+from tests.harness import Ranks
+
+STEPS = 5
+OPTIONS = [
+    "model.hidden=32",
+    "model.layers=2",
+    "model.heads=2",
+    "attention.segment_lengths=[16,64]",
+    "attention.dilation_rates=[1,4]",
+    "data.context=64",
+    f"train.steps={STEPS}",
+    "train.warmup=2",
+    "train.lr=0.01",
+    "train.clip=0.5",
+    "train.global_batch=8",
+    "train.eval_samples=2",
+    "track.log_every=1",
+    "track.prompt=",
+]
+
+
+def run_of(world: int, *overrides: str) -> Run:
+    return load_run(None, [*OPTIONS, *overrides], world=world)
+
+
+def train_rank(rank: int, world: int, overrides: list[str], run_dir: str, resume: bool) -> float:
+    result = train(
+        run_of(world, *overrides), Path(run_dir), resume=resume, world=World(rank, world, rank)
+    )
+    assert result.validation_loss is not None
+    return result.validation_loss
+
+
+def trained(run_dir: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradient norm of each step (steps, 2), and the final weights."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+    weights = load_file(run_dir / "checkpoints" / f"step-{STEPS:08d}" / "model.safetensors")
+    return torch.tensor(steps, dtype=torch.float64), weights
+
+
+def assert_same_run(run_dir: Path, alone: Path) -> None:
+    (steps, weights), (expected_steps, expected_weights) = trained(run_dir), trained(alone)
+    torch.testing.assert_close(steps, expected_steps, rtol=1e-5, atol=0)
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in weights.items():
+        torch.testing.assert_close(weight, expected_weights[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.fixture(scope="module", params=["true", "false"], ids=["tied", "untied"])
+def single(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, str]:
+    tied = f"model.tied={request.param}"
+    run_dir = tmp_path_factory.mktemp("single") / "run"
+    train(run_of(1, tied), run_dir)
+    return run_dir, tied
+
+
+LAYOUTS = [
+    (2, ["layout.replicate=2", "layout.shard=1"]),
+    (4, ["layout.replicate=4", "layout.shard=1"]),
+    (2, ["layout.zero=1"]),
+    (2, ["layout.zero=2"]),
+    (2, ["layout.zero=3"]),
+    (4, ["layout.zero=1"]),
+    (4, ["layout.zero=2"]),
+    (4, ["layout.zero=3"]),
+    (4, ["layout.replicate=2", "layout.shard=2"]),
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), LAYOUTS, ids=lambda x: str(x) if isinstance(x, int) else "-".join(x)
+)
+def test_a_layout_does_not_change_the_run(
+    ranks: Ranks, single: tuple[Path, str], tmp_path: Path, world: int, layout: list[str]
+) -> None:
+    alone, tied = single
+    run_dir = tmp_path / "run"
+    losses = ranks.run(train_rank, world, [*layout, tied], str(run_dir), False)
+    assert len(set(losses)) == 1
+    assert_same_run(run_dir, alone)
+
+
+def test_a_run_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:
+    whole, parts, steady = tmp_path / "whole", tmp_path / "parts", "train.schedule=constant"
+    train(run_of(1, steady), whole)
+    replicated = ["layout.replicate=2", "layout.shard=1", "train.steps=3"]
+    ranks.run(train_rank, 4, ["layout.zero=3", "train.steps=2", steady], str(parts), False)
+    ranks.run(train_rank, 2, [*replicated, steady], str(parts), True)
+    train(run_of(1, steady), parts, resume=True)
+    assert_same_run(parts, whole)
