@@ -150,7 +150,7 @@ def test_recomputed_in_the_backward_pass_it_is_the_same(device: str) -> None:
 def test_operator_is_registered_completely(device: str) -> None:
     q, k, v = random_qkv(1, 40, 2, 1, 16, device=device)
     ids = torch.arange(40, device=device)[None] // 9
-    arguments = (q, k, v, ids, ids, [16, 32], [1, 2], [], True, 0.3, "triton")
+    arguments = (q, k, v, ids, ids, [16, 32], [1, 2], [], 0, True, 0.3, "triton")
     torch.library.opcheck(branch_attention, arguments)
 
 

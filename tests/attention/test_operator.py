@@ -314,9 +314,25 @@ def test_causality_changing_the_future_moves_nothing(pattern: Pattern) -> None:
         assert not torch.equal(after[:, border:], before[:, border:])
 
 
+@pytest.mark.parametrize("backend", [None, "masked", "triton"])
+def test_a_part_of_the_heads_gives_the_part_of_the_output(backend: Any) -> None:
+    pattern = Dilated((8, 16, 32), (1, 2, 4))
+    q, k, v = random_qkv(1, 40, 6, 6)
+    whole = attend(q, k, v, pattern, backend=backend)
+    for first, last in ((0, 2), (2, 5), (5, 6)):
+        own = [x[:, :, first:last] for x in (q, k, v)]
+        part = attend(*own, replace(pattern, first_head=first), backend=backend)  # type: ignore[arg-type]
+        torch.testing.assert_close(part, whole[:, :, first:last])
+    pairs = [
+        replace(pattern, first_head=first).pairs(40, last - first, is_causal=True)
+        for first, last in ((0, 2), (2, 5), (5, 6))
+    ]
+    assert sum(pairs) == pattern.pairs(40, 6, is_causal=True)
+
+
 def test_operator_is_registered_completely() -> None:
     q, k, v = random_qkv(1, 12, 2, 2, dtype=torch.float64)
-    arguments = (q, k, v, None, None, [4, 8], [1, 2], [], True, 0.3, "views")
+    arguments = (q, k, v, None, None, [4, 8], [1, 2], [], 0, True, 0.3, "views")
     torch.library.opcheck(branch_attention, arguments)
 
 

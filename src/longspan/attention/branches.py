@@ -41,18 +41,30 @@ def attend_in_branches(
     """
     tokens = q.shape[1]
     blocks: BlockSparse | None = None
+    first_head = 0
     match pattern:
         case Dilated():
-            segment_lengths, rates, blocks = (
-                pattern.segment_lengths, pattern.dilation_rates, pattern.blocks,
-            )  # fmt: skip
+            segment_lengths, rates = pattern.segment_lengths, pattern.dilation_rates
+            blocks, first_head = pattern.blocks, pattern.first_head
         case BlockSparse(block_size=size):
             segment_lengths, rates, blocks = (-(-tokens // size) * size,), (1,), pattern
         case _:
             assert isinstance(pattern, Dense)
             segment_lengths, rates = (tokens,), (1,)
     numbers = [] if blocks is None else [float(x) for x in astuple(blocks)]
-    arguments = (q, k, v, *ids, segment_lengths, rates, numbers, is_causal, scale, backend)
+    arguments = (
+        q,
+        k,
+        v,
+        *ids,
+        segment_lengths,
+        rates,
+        numbers,
+        first_head,
+        is_causal,
+        scale,
+        backend,
+    )
     out: Tensor
     if torch.compiler.is_compiling() or type(q) is not Tensor or _get_current_dispatch_mode():
         out, _ = branch_attention(*arguments)
@@ -81,6 +93,7 @@ def _forward(
     segment_lengths: Sequence[int],
     rates: Sequence[int],
     blocks: Sequence[float],
+    first_head: int,
     is_causal: bool,
     scale: float,
     backend: str,
@@ -89,11 +102,13 @@ def _forward(
     if backend == "views":
         assert query_ids is None
         assert not blocks
-        return views.forward(q, k, v, segment_lengths, rates, is_causal, scale)
+        return views.forward(q, k, v, segment_lengths, rates, first_head, is_causal, scale)
     from longspan.attention import launch
 
     ids = _ids(query_ids, key_ids)
-    return launch.forward(q, k, v, ids, segment_lengths, rates, _blocks(blocks), is_causal, scale)
+    return launch.forward(
+        q, k, v, ids, segment_lengths, rates, _blocks(blocks), first_head, is_causal, scale
+    )
 
 
 def _backward(
@@ -108,17 +123,32 @@ def _backward(
     segment_lengths: Sequence[int],
     rates: Sequence[int],
     blocks: Sequence[float],
+    first_head: int,
     is_causal: bool,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if backend == "views":
-        return views.backward(grad_out, q, k, v, out, lse, segment_lengths, rates, is_causal, scale)
+        return views.backward(
+            grad_out, q, k, v, out, lse, segment_lengths, rates, first_head, is_causal, scale
+        )
     from longspan.attention import launch
 
     ids = _ids(query_ids, key_ids)
     return launch.backward(
-        grad_out, q, k, v, out, lse, ids, segment_lengths, rates, _blocks(blocks), is_causal, scale
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        ids,
+        segment_lengths,
+        rates,
+        _blocks(blocks),
+        first_head,
+        is_causal,
+        scale,
     )
 
 
@@ -131,7 +161,7 @@ branch_attention_backward = torch.library.custom_op(
 @branch_attention.register_fake
 def _(
     q: Tensor, k: Tensor, v: Tensor, query_ids: Any, key_ids: Any, segment_lengths: Any,
-    rates: Any, blocks: Any, is_causal: bool, scale: float, backend: str,
+    rates: Any, blocks: Any, first_head: int, is_causal: bool, scale: float, backend: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
     lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact, device=q.device)
@@ -154,7 +184,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 def _operator_backward(ctx: Any, grad_out: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
     grads = branch_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *[None] * 8)
+    return (*grads, *[None] * 9)
 
 
 branch_attention.register_autograd(_operator_backward, setup_context=_save)
@@ -170,4 +200,4 @@ class _BranchAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
-        return (*_backward(grad_out, *ctx.saved_tensors, *ctx.settings), *[None] * 8)
+        return (*_backward(grad_out, *ctx.saved_tensors, *ctx.settings), *[None] * 9)

@@ -158,7 +158,7 @@ def _take_in(
 def forward(
     q, k, v, out, partial, lse, q_ids, k_ids, offsets, blocks,
     q_strides, out_strides, partial_strides, lse_strides, id_stride,
-    tokens, heads, group, rate, segment, inner, partial_rate, block, scale,
+    tokens, heads, first_head, group, rate, segment, inner, partial_rate, block, scale,
     RATIOS: tl.constexpr, CROSS: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, EVEN: tl.constexpr, LISTED: tl.constexpr, IDS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -167,12 +167,12 @@ def forward(
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
     first, start, end, outer, outer_end = _place(
-        pid, head, tokens, rate, segment, inner, CROSS, TILE_M
+        pid, first_head + head, tokens, rate, segment, inner, CROSS, TILE_M
     )
     if first >= end or (CROSS and CAUSAL and start == outer):
         return
-    rho = head % rate
-    shift = (rho - head) // rate
+    rho = (first_head + head) % rate
+    shift = (rho - first_head - head) // rate
     row = first + tl.arange(0, TILE_M)
     valid = row < end
     position = rho + row * rate
@@ -299,7 +299,8 @@ def _gather_query_grad(
 def query_grad(
     q, k, v, grad, limit, delta, grad_q, partial, q_ids, k_ids, offsets, blocks,
     q_strides, grad_strides, grad_q_strides, partial_strides, lse_strides, id_stride,
-    tokens, heads, group, rate, segment, inner, partial_rate, block, scale, natural_scale,
+    tokens, heads, first_head, group, rate, segment, inner, partial_rate, block, scale,
+    natural_scale,
     RATIOS: tl.constexpr, CROSS: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, EVEN: tl.constexpr, LISTED: tl.constexpr, IDS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -308,12 +309,12 @@ def query_grad(
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
     first, start, end, outer, outer_end = _place(
-        pid, head, tokens, rate, segment, inner, CROSS, TILE_M
+        pid, first_head + head, tokens, rate, segment, inner, CROSS, TILE_M
     )
     if first >= end:
         return
-    rho = head % rate
-    shift = (rho - head) // rate
+    rho = (first_head + head) % rate
+    shift = (rho - first_head - head) // rate
     row = first + tl.arange(0, TILE_M)
     valid = row < end
     position = rho + row * rate
@@ -398,7 +399,8 @@ def _gather_key_grad(
 def key_grad(
     q, k, v, grad, limit, delta, grad_k, grad_v, partial_k, partial_v, q_ids, k_ids, offsets,
     blocks, k_strides, v_strides, grad_k_strides, partial_strides, lse_strides, id_stride,
-    tokens, heads, group, rate, segment, inner, partial_rate, block, scale, natural_scale,
+    tokens, heads, first_head, group, rate, segment, inner, partial_rate, block, scale,
+    natural_scale,
     RATIOS: tl.constexpr, CROSS: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, EVEN: tl.constexpr, LISTED: tl.constexpr, IDS: tl.constexpr,
     HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
@@ -406,12 +408,12 @@ def key_grad(
     """The gradients of a tile of keys and values of one branch, per query head."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     first, start, end, outer, outer_end = _place(
-        tl.program_id(0), head, tokens, rate, segment, inner, CROSS, TILE_N
+        tl.program_id(0), first_head + head, tokens, rate, segment, inner, CROSS, TILE_N
     )
     if first >= end:
         return
-    rho = head % rate
-    shift = (rho - head) // rate
+    rho = (first_head + head) % rate
+    shift = (rho - first_head - head) // rate
     col = first + tl.arange(0, TILE_N)
     valid = col < end
     position = rho + col * rate

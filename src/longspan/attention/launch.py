@@ -192,6 +192,7 @@ class _Call:
     segment_lengths: tuple[int, ...]
     rates: tuple[int, ...]
     blocks: BlockSparse | None
+    first_head: int
     is_causal: bool
     has_ids: bool
     scale: float
@@ -262,8 +263,8 @@ def _launches(
         length = branch.inner or branch.segment
         rows = -(-tokens // branch.rate)
         numbers = (
-            *strides, id_stride, tokens, call.heads, call.group, branch.rate, branch.segment,
-            branch.inner, call.plan.partial_rate, block, *scales,
+            *strides, id_stride, tokens, call.heads, call.first_head, call.group, branch.rate,
+            branch.segment, branch.inner, call.plan.partial_rate, block, *scales,
         )  # fmt: skip
         constants = {
             "RATIOS": branch.ratios,
@@ -307,12 +308,13 @@ def _readable(x: Tensor, multiple: int) -> Tensor:
 
 def _call_of(
     q: Tensor, k: Tensor, ids: tuple[Tensor, Tensor] | None, segment_lengths: Sequence[int],
-    rates: Sequence[int], blocks: BlockSparse | None, is_causal: bool, scale: float,
+    rates: Sequence[int], blocks: BlockSparse | None, first_head: int, is_causal: bool,
+    scale: float,
 ) -> _Call:  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
     return _calls(
         batch, tokens, heads, heads // k.shape[2], head_dim, q.dtype, q.device,
-        tuple(segment_lengths), tuple(rates), blocks, is_causal, ids is not None, scale,
+        tuple(segment_lengths), tuple(rates), blocks, first_head, is_causal, ids is not None, scale,
     )  # fmt: skip
 
 
@@ -324,13 +326,14 @@ def forward(
     segment_lengths: Sequence[int],
     rates: Sequence[int],
     blocks: BlockSparse | None,
+    first_head: int,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """q (batch, tokens, heads, head_dim) and k, v with heads that divide q's, to the output and
     its base-2 log-sum-exp (batch, heads, tokens); `ids`: int64 (batch, tokens) of queries, keys.
     """
-    call = _call_of(q, k, ids, segment_lengths, rates, blocks, is_causal, scale)
+    call = _call_of(q, k, ids, segment_lengths, rates, blocks, first_head, is_causal, scale)
     out = call.new_result()
     shape = (call.batch, call.heads, call.tokens)
     lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
@@ -380,11 +383,12 @@ def backward(
     segment_lengths: Sequence[int],
     rates: Sequence[int],
     blocks: BlockSparse | None,
+    first_head: int,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from that of the output and what `forward` returned."""
-    call = _call_of(q, k, ids, segment_lengths, rates, blocks, is_causal, scale)
+    call = _call_of(q, k, ids, segment_lengths, rates, blocks, first_head, is_causal, scale)
     grad_q, grad_k, grad_v = call.new_result(), call.new_result(), call.new_result()
     q, k, v, grad = (_readable(x, call.unit) for x in (q, k, v, grad))
     delta, limit = torch.empty_like(lse), torch.empty_like(lse)

@@ -172,12 +172,14 @@ class Dilated(Pattern):
     """LongNet's branches: within segments of w tokens, head h keeps positions p ≡ h (mod r).
 
     With `blocks`, a segment's kept rows, counted 0, 1, 2… from its start, see one another only
-    where that block-sparse pattern lets them.
+    where that block-sparse pattern lets them. Where the tensors hold only some of a model's heads,
+    `first_head` says which of them their head 0 is.
     """
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]
     blocks: BlockSparse | None = None
+    first_head: int = 0
 
     def __post_init__(self) -> None:
         if problems := branch_problems(self.segment_lengths, self.dilation_rates):
@@ -189,7 +191,7 @@ class Dilated(Pattern):
         return tuple(zip(self.segment_lengths, self.dilation_rates, strict=True))
 
     def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
-        p, k = queries[:, None], keys[None, :]
+        p, k, head = queries[:, None], keys[None, :], self.first_head + head
         seen = torch.zeros(len(queries), len(keys), dtype=torch.int64)
         for w, r in self.branches:
             together = (p // w == k // w) & (p % r == head % r) & (k % r == head % r)
@@ -201,8 +203,8 @@ class Dilated(Pattern):
     def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
         total = 0
         for w, r in self.branches:
-            for offset in range(min(r, heads, tokens)):
-                heads_here = len(range(offset, heads, r))
+            for offset in range(min(r, tokens)):
+                heads_here = len(range((offset - self.first_head) % r, heads, r))
                 rows = len(range(offset, tokens, r))
                 whole, rest = divmod(rows, w // r)
                 inner = self.blocks or Dense()
@@ -213,16 +215,17 @@ class Dilated(Pattern):
         return total
 
     def covers(self, queries: Tensor, head: int) -> Tensor:
-        kept = [queries % r == head % r for r in self.dilation_rates]
+        kept = [queries % r == (self.first_head + head) % r for r in self.dilation_rates]
         return torch.stack(kept).any(0)
 
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
         rows = [torch.zeros(0, dtype=torch.int64)]
+        residue = self.first_head + head
         for w, r in self.branches:
-            queries = range(_at_or_after(start, head, r), stop, r)
+            queries = range(_at_or_after(start, residue, r), stop, r)
             if not queries:
                 continue
-            first = _at_or_after(queries[0] // w * w, head, r)
+            first = _at_or_after(queries[0] // w * w, residue, r)
             end = queries[-1] + 1 if is_causal else min((queries[-1] // w + 1) * w, tokens)
             rows.append(torch.arange(first, end, r))
         found: Tensor = torch.unique(torch.cat(rows))  # sorted
@@ -236,6 +239,7 @@ class Dilated(Pattern):
 
     def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
         awaited = torch.zeros(len(keys), dtype=torch.bool)
+        head += self.first_head
         for w, r in self.branches:
             segment = position // w
             if _at_or_after(position, head, r) // w == segment:  # a query of this head is to come

@@ -47,18 +47,23 @@ class _Piece:
         return part.transpose(1, 2).reshape(self.of(like).shape)
 
 
-def _pieces(q: Tensor, segment_lengths: Sequence[int], rates: Sequence[int]) -> Iterator[_Piece]:
+def _pieces(
+    q: Tensor, segment_lengths: Sequence[int], rates: Sequence[int], first_head: int
+) -> Iterator[_Piece]:
     """The views of each branch: its whole segments, then what is left of the last one."""
     tokens, heads = q.shape[1:3]
     for w, r in zip(segment_lengths, rates, strict=True):
-        for offset in range(min(r, heads, tokens)):
+        for offset in range(min(r, tokens)):
+            own_heads = slice((offset - first_head) % r, heads, r)
             rows = len(range(offset, tokens, r))
             rest = rows % (w // r)
             border = offset + (rows - rest) * r
+            if own_heads.start >= heads:
+                continue
             if border > offset:
-                yield _Piece(slice(offset, border, r), slice(offset, None, r), w // r)
+                yield _Piece(slice(offset, border, r), own_heads, w // r)
             if rest:
-                yield _Piece(slice(border, None, r), slice(offset, None, r), rest)
+                yield _Piece(slice(border, None, r), own_heads, rest)
 
 
 def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
@@ -71,6 +76,7 @@ def forward(
     v: Tensor,
     segment_lengths: Sequence[int],
     rates: Sequence[int],
+    first_head: int,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
@@ -82,7 +88,7 @@ def forward(
     out = torch.zeros(q.shape, dtype=exact)
     stored_lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=exact)
     lse = stored_lse.transpose(1, 2)
-    for piece in _pieces(q, segment_lengths, rates):
+    for piece in _pieces(q, segment_lengths, rates, first_head):
         part, part_lse = _flash(
             piece.split(q), piece.split(k), piece.split(v), 0.0, is_causal, scale=scale
         )
@@ -104,6 +110,7 @@ def backward(
     lse: Tensor,
     segment_lengths: Sequence[int],
     rates: Sequence[int],
+    first_head: int,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,7 +118,7 @@ def backward(
     kv_heads = k.shape[2]
     k, v, lse = _per_query_head(k, q), _per_query_head(v, q), lse.transpose(1, 2)
     grads = tuple(torch.zeros(q.shape, dtype=lse.dtype) for _ in range(3))
-    for piece in _pieces(q, segment_lengths, rates):
+    for piece in _pieces(q, segment_lengths, rates, first_head):
         inputs = (piece.split(x) for x in (grad_out, q, k, v, out, lse))
         shares = _flash_backward(*inputs, 0.0, is_causal, scale=scale)
         for grad, share in zip(grads, shares, strict=True):
