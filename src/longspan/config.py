@@ -455,15 +455,29 @@ def _recall_rules(model: Model, data: Data) -> list[Problem]:
     return problems
 
 
-def _layout_rules(layout: Layout, train: Train, world: int) -> list[Problem]:
+def _layout_rules(layout: Layout, model: Model, train: Train, world: int) -> list[Problem]:
     if problems := layout_problems(layout.ranks(), world):
         return [Problem("layout", message) for message in problems]
     ranks = layout.resolve(world)
     problems_found = [
         Problem(f"layout.{axis}", f"is not there yet: use 1, got {ranks[axis]}")
-        for axis in ("sequence", "tensor", "pipeline")
+        for axis in ("sequence", "pipeline")
         if ranks[axis] > 1
     ]
+    problems_found += [
+        Problem(
+            "layout.tensor",
+            f"{ranks['tensor']} does not divide model.{key} = {getattr(model, key)}: change one",
+        )
+        for key in ("heads", "kv_heads", "ffn", "vocab")
+        if getattr(model, key) % ranks["tensor"]
+    ]
+    if ranks["tensor"] > 1 and model.sub_layer_norm:
+        message = "with model.sub_layer_norm is not there yet: turn one off"
+        problems_found.append(Problem("layout.tensor", message))
+    if train.precision == "fp16" and world > 1:
+        message = '"fp16" on several processes is not there yet: use "bf16"'
+        problems_found.append(Problem("train.precision", message))
     data_ranks = ranks["replicate"] * ranks["shard"]
     at_once = train.micro_batch * data_ranks
     if train.global_batch % train.micro_batch == 0 and train.global_batch % at_once:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from longspan.attention import Dense, KVCache, Pattern, attend, pattern_of
 from longspan.config import Model, Run
 from longspan.errors import UserError
-from longspan.nn import RMSNorm, SwiGLU, apply_rope, cross_entropy_sum, rope_table
+from longspan.nn import RMSNorm, SwiGLU, apply_rope, cross_entropy_sum, logits_of, rope_table
 
 
 class SelfAttention(nn.Module):
@@ -74,11 +74,12 @@ class Decoder(nn.Module):
 
     def next_logits(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """Logits (batch, vocab) of the token after the last of tokens (batch, tokens)."""
-        return nn.functional.linear(self.hidden(tokens, caches)[:, -1], self.head_weight)
+        return logits_of(self.hidden(tokens, caches)[:, -1], self.head_weight)
 
     def new_caches(self) -> list[KVCache]:
         """An empty cache per block, for `hidden` and `next_logits`."""
-        return [KVCache(self.pattern) for _ in self.blocks]
+        patterns = [m.pattern for m in self.modules() if isinstance(m, SelfAttention)]
+        return [KVCache(pattern) for pattern in patterns]
 
     def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """What the head reads: (batch, tokens, hidden).

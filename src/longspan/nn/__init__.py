@@ -1,8 +1,8 @@
 """Layers other than attention."""
 
-from longspan.nn.loss import cross_entropy_sum
+from longspan.nn.loss import cross_entropy_sum, logits_of
 from longspan.nn.mlp import SwiGLU
 from longspan.nn.norm import RMSNorm
 from longspan.nn.rope import apply_rope, rope_table
 
-__all__ = ["RMSNorm", "SwiGLU", "apply_rope", "cross_entropy_sum", "rope_table"]
+__all__ = ["RMSNorm", "SwiGLU", "apply_rope", "cross_entropy_sum", "logits_of", "rope_table"]

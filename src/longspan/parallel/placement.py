@@ -1,5 +1,7 @@
-"""A model placed on a mesh of processes: replicated, sharded, or both.
+"""A model placed on a mesh of processes: replicated, sharded, split by tensor, or all of these.
 
+- tensor: each rank holds some of the heads, of the MLP's width and of the vocabulary; activations
+  between blocks are whole. Applied first, see `tensor.py`.
 - replicate alone: every rank holds the model; DDP sums the gradients.
 - shard: FSDP2 splits parameters, gradients and optimizer state over the axis; with replicate beside
   it, each group of ranks shards a copy (hybrid sharding).
@@ -14,7 +16,8 @@ average them; the loss is multiplied by the number of ranks beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 
@@ -28,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longspan.config import Layout
 from longspan.models import Decoder
+from longspan.parallel.tensor import split_by_tensor
 from longspan.parallel.world import World
 
 
@@ -46,17 +50,26 @@ class Placement:
 
     def own(self, indices: range) -> range:
         """This rank's share of a step's samples."""
+        if self._mesh is None:
+            return indices
         share = len(indices) // self.data_ranks
-        return indices[self.world.rank * share : (self.world.rank + 1) * share]
+        replica, part = (self._mesh.get_local_rank(axis) for axis in ("replicate", "shard"))
+        first = (replica * self.ranks["shard"] + part) * share
+        return indices[first : first + share]
 
     def place(self, model: Decoder) -> nn.Module:
         """What to call in a training step; `model` itself is placed in the same move."""
         if self._mesh is None:
             return model
-        if self.ranks["shard"] == 1:
+        if self.ranks["tensor"] > 1:
+            split_by_tensor(model, self._mesh["tensor"])
+        if self.data_ranks == 1:
+            return model
+        if self.ranks["shard"] == self.ranks["tensor"] == 1:
             on = [self.world.local_rank] if self._mesh.device_type == "cuda" else None
             return DistributedDataParallel(model, device_ids=on, gradient_as_bucket_view=True)
-        mesh = self._mesh if self.ranks["replicate"] > 1 else self._mesh["shard"]
+        hybrid = self.ranks["replicate"] > 1
+        mesh = self._mesh["replicate", "shard"] if hybrid else self._mesh["shard"]
         for block in model.blocks:
             fully_shard(block, mesh=mesh, reshard_after_forward=self.zero == 3)
         fully_shard(model, mesh=mesh)  # the embedding is needed to the end: for the head
@@ -74,9 +87,31 @@ class Placement:
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of `x` over the ranks that read different samples."""
-        if self._mesh is not None:
-            dist.all_reduce(x)
+        for axis in ("replicate", "shard"):
+            if self._mesh is not None and self.ranks[axis] > 1:
+                dist.all_reduce(x, group=self._mesh.get_group(axis))
         return x
+
+    @torch.no_grad()
+    def clip_gradients(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+        """Scale the gradients so that their norm, over all ranks, is at most `limit`.
+
+        Returns the norm before. A gradient that several ranks hold counts once.
+        """
+        gradients = [p.grad for p in parameters if p.grad is not None]
+        parts = [
+            (g.to_local() if isinstance(g, DTensor) else g).float().square().sum()
+            / (self.world.size / _shards(g))
+            for g in gradients
+        ]
+        squares = torch.stack(parts).sum()
+        if self._mesh is not None:
+            dist.all_reduce(squares)
+        norm = squares.sqrt()
+        factor = (limit / (norm + 1e-6)).clamp(max=1.0)
+        for g in gradients:
+            (g.to_local() if isinstance(g, DTensor) else g).mul_(factor)
+        return norm
 
     def any(self, flag: bool) -> bool:
         """Whether it is true on any rank, so that all act alike."""
@@ -86,10 +121,13 @@ class Placement:
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags)
 
-    def wait(self) -> None:
-        """Until every rank is here."""
-        if self._mesh is not None:
-            dist.barrier()
+
+def _shards(x: Tensor) -> int:
+    """Into how many different parts ranks have split it."""
+    if not isinstance(x, DTensor):
+        return 1
+    sizes = zip(x.placements, x.device_mesh.shape, strict=True)
+    return math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
 def whole(x: Tensor) -> Tensor:
@@ -116,7 +154,7 @@ def placement(layout: Layout, world: World, device: torch.device) -> Iterator[Pl
     if not joined:
         dist.init_process_group(backend, timeout=timedelta(minutes=10))
     ranks = layout.resolve(world.size)
-    names = ("replicate", "shard")
+    names = ("replicate", "shard", "tensor")
     mesh = init_device_mesh(device.type, tuple(ranks[name] for name in names), mesh_dim_names=names)
     yield Placement(layout, world, mesh)
     if not joined:

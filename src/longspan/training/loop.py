@@ -14,7 +14,7 @@ from longspan.config import Run, Train, derived_values
 from longspan.data import Baseline, Sample, Source, batch_of, count_targets, open_source
 from longspan.errors import Diverged, Stopped
 from longspan.models import Decoder, build_decoder
-from longspan.parallel.placement import Placement, placement, whole
+from longspan.parallel.placement import Placement, placement
 from longspan.parallel.world import World
 from longspan.tracking import MetricsFile, Reporter
 from longspan.training.device import autocast, choose_device, resolve
@@ -171,8 +171,7 @@ def train_step(
         total += loss.detach()
     placed.sum(total)
     state.scaler.unscale_(state.optimizer)
-    limit = train.clip or math.inf
-    grad_norm = whole(torch.nn.utils.clip_grad_norm_(state.model.parameters(), limit))
+    grad_norm = placed.clip_gradients(state.model.parameters(), train.clip or math.inf)
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad()
