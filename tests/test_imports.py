@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "nn": {"attention", "config"},
     "models": {"nn", "attention", "config"},
     "data": {"config"},
-    "parallel": {"models", "config"},
+    "parallel": {"models", "attention", "config"},
     "launching": set(),
     "checkpoint": set(),
     "tracking": {"config"},

@@ -186,6 +186,11 @@ class Train(Section):
     and optimizer stay fp32."""
     compile: Literal["auto", True, False] = "auto"
     """torch.compile of each block; "auto" is on for CUDA."""
+    remat: Literal["none", "selective", "full"] = "none"
+    """Activations computed again in the backward pass instead of being kept: of each block all but
+    the matrix products and the attention ("selective"), or all ("full")."""
+    offload_activations: bool = False
+    """Whether kept activations wait in the CPU's memory between the passes."""
     seed: Whole = 0
     """Of the weights and of the order of samples."""
     eval_every: Whole = 0

@@ -125,7 +125,8 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
         (["--nproc", "0"], "--nproc must be at least 1, got 0"),
         (["--nproc", "2", "train.global_batch=3"], "× 2 data-parallel ranks: use 4"),
         (["--nproc", "2", "layout.replicate=3"], "needs 3 processes and there are 2"),
-        (["--nproc", "2", "layout.tensor=2"], "layout.tensor  is not there yet: use 1"),
+        (["--nproc", "2", "layout.pipeline=2"], "layout.pipeline  is not there yet: use 1"),
+        (["--nproc", "4", "layout.tensor=4"], "4 does not divide model.heads = 2: change one"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_before_any_process(

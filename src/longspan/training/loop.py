@@ -15,6 +15,7 @@ from longspan.data import Baseline, Sample, Source, batch_of, count_targets, ope
 from longspan.errors import Diverged, Stopped
 from longspan.models import Decoder, build_decoder
 from longspan.parallel.placement import Placement, placement
+from longspan.parallel.remat import offloaded, rematerialise
 from longspan.parallel.world import World
 from longspan.tracking import MetricsFile, Reporter
 from longspan.training.device import autocast, choose_device, resolve
@@ -74,6 +75,7 @@ def _train(
     if run.train.compile:
         for block in model.blocks:
             block.compile(fullgraph=True)
+    rematerialise(model, run.train)
     module = placed.place(model)
     scaler = torch.amp.GradScaler(device.type, enabled=run.train.precision == "fp16")
     state = State(model, build_optimizer(model, run.train), scaler)
@@ -164,7 +166,7 @@ def train_step(
         micro = own[start : start + train.micro_batch]
         batch = batch_of([source.sample(train.seed, index) for index in micro], device)
         with placed.micro_batch(module, is_last=start + train.micro_batch >= len(own)):
-            with autocast(run):
+            with autocast(run), offloaded(train):
                 loss = module(batch.tokens, batch.targets) / tokens_with_loss
             # The ranks' gradients are averaged and should be summed.
             state.scaler.scale(loss * placed.data_ranks).backward()

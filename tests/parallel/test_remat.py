@@ -1,0 +1,90 @@
+"""Recomputing and offloading activations: less memory, the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan.config import Run
+from longspan.models import build_decoder
+from longspan.parallel.remat import rematerialise
+from longspan.parallel.world import World
+from longspan.runfile import load_run
+from longspan.training import train
+from tests.harness import Ranks
+
+SMALL = [
+    "model.hidden=32",
+    "model.layers=3",
+    "model.heads=2",
+    "attention.segment_lengths=[16,64]",
+    "attention.dilation_rates=[1,4]",
+    "data.source=recall",
+    "data.context=64",
+    "data.recall_pairs=4",
+    "train.steps=3",
+    "train.global_batch=2",
+]
+CHANGES = [
+    ["train.remat=selective"],
+    ["train.remat=full"],
+    ["train.offload_activations=true"],
+    ["train.remat=full", "train.offload_activations=true"],
+]
+
+
+def run_of(*overrides: str, world: int = 1) -> Run:
+    return load_run(None, [*SMALL, *overrides], world=world)
+
+
+def final_bytes(run_dir: Path) -> dict[str, bytes]:
+    folder = run_dir / "checkpoints" / "step-00000003"
+    return {name: (folder / name).read_bytes() for name in ("model.safetensors",)}
+
+
+@pytest.mark.parametrize("kind", ["dilated", "dense"])
+def test_it_never_changes_a_bit(kind: str, tmp_path: Path) -> None:
+    dense = ["attention.kind=dense", "attention.segment_lengths=[]", "attention.dilation_rates=[]"]
+    pattern = dense if kind == "dense" else []
+    train(run_of(*pattern), tmp_path / "plain")
+    for number, changes in enumerate(CHANGES):
+        train(run_of(*pattern, *changes), tmp_path / str(number))
+        assert final_bytes(tmp_path / str(number)) == final_bytes(tmp_path / "plain")
+
+
+def train_rank(rank: int, world: int, overrides: list[str], run_dir: str) -> None:
+    train(run_of(*overrides, world=world), Path(run_dir), world=World(rank, world, rank))
+
+
+def test_nor_does_it_in_a_layout(ranks: Ranks, tmp_path: Path) -> None:
+    for name, changes in (("plain", []), ("again", ["train.remat=full"])):
+        ranks.run(train_rank, 2, ["layout.zero=3", *changes], str(tmp_path / name))
+    assert final_bytes(tmp_path / "again") == final_bytes(tmp_path / "plain")
+
+
+def kept_bytes(remat: str) -> int:
+    """Of activations that outlive the forward pass, the weights not counted."""
+    run = run_of(f"train.remat={remat}", "data.context=256")
+    model = build_decoder(run, torch.device("cpu"))
+    rematerialise(model, run.train)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    tokens, targets = torch.randint(256, (2, 1, 256)).unbind()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(tokens, targets)
+    assert loss.requires_grad
+    return sum(kept.values())
+
+
+def test_full_keeps_less() -> None:
+    assert kept_bytes("full") < kept_bytes("none") / 3
