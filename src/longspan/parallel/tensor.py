@@ -15,12 +15,19 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     ParallelStyle,
+    PrepareModuleInput,
     RowwiseParallel,
     parallelize_module,
 )
 
 from longspan.attention import Dilated
 from longspan.models.decoder import Decoder, SelfAttention
+
+
+def _shared_input(*layouts: Replicate | None) -> PrepareModuleInput:
+    return PrepareModuleInput(
+        input_layouts=layouts, desired_input_layouts=layouts, use_local_output=False
+    )
 
 
 def split_by_tensor(model: Decoder, mesh: DeviceMesh) -> None:
@@ -33,6 +40,9 @@ def split_by_tensor(model: Decoder, mesh: DeviceMesh) -> None:
             plan[f"blocks.{index}.{name}"] = ColwiseParallel()
         for name in ("attention.out", "mlp.down"):
             plan[f"blocks.{index}.{name}"] = RowwiseParallel()
+        # One input for several products, so that its gradient is summed over ranks once.
+        plan[f"blocks.{index}.attention"] = _shared_input(Replicate(), None, None)
+        plan[f"blocks.{index}.mlp"] = _shared_input(Replicate())
         attention = block.attention
         assert isinstance(attention, SelfAttention)
         heads = attention.query.out_features // attention.head_dim // mesh.size()

@@ -1,0 +1,100 @@
+"""How many collectives a step takes: counted, not assumed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from longspan.data import open_source
+from longspan.models import build_decoder
+from longspan.parallel.placement import placement
+from longspan.parallel.world import World
+from longspan.runfile import load_run
+from longspan.training.loop import build_optimizer, train_step
+from longspan.training.state import State
+from tests.harness import Ranks
+
+LAYERS = 3
+SMALL = [
+    "model.hidden=32",
+    f"model.layers={LAYERS}",
+    "model.heads=2",
+    "data.source=recall",
+    "data.context=64",
+    "data.recall_pairs=4",
+    "train.precision=fp32",
+    "train.device=cpu",
+    "train.compile=false",
+    "train.clip=0",
+]
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the operators of torch.distributed by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.__name__.split(".")[0].removesuffix("_")
+            self.counts[name] += name not in ("wait_tensor", "_wrap_tensor_autograd")
+        return func(*args, **(kwargs or {}))
+
+
+def collectives_of_a_step(rank: int, world: int, overrides: list[str]) -> dict[str, int]:
+    run = load_run(None, [*SMALL, *overrides], world=world)
+    device, source = torch.device("cpu"), open_source(run.data, run.model)
+    with placement(run.layout, World(rank, world, rank), device) as placed:
+        model = build_decoder(run, device)
+        module = placed.place(model)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        state = State(model, build_optimizer(model, run.train), scaler)
+        train_step(state, module, placed, run, source, device)  # the first sets things up
+        with Collectives() as mode:
+            train_step(state, module, placed, run, source, device)
+    return {name: count for name, count in mode.counts.items() if count}
+
+
+BLOCKS_AND_ROOT = LAYERS + 1
+STEP = 2
+"""All-reduces of every step: the loss and the gradient norm."""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "micro_batches", "gathers", "scatters"),
+    [
+        # Stage 3 gathers a block for its forward and again for its backward pass.
+        (["layout.zero=3"], 1, 2 * LAYERS + 1, BLOCKS_AND_ROOT),
+        (["layout.zero=2"], 1, BLOCKS_AND_ROOT, BLOCKS_AND_ROOT),
+        (["layout.zero=3"], 2, 2 * (2 * LAYERS + 1), 2 * BLOCKS_AND_ROOT),
+        (["layout.zero=2"], 2, 2 * BLOCKS_AND_ROOT, 2 * BLOCKS_AND_ROOT),
+        # Stage 1 scatters gradients once a step.
+        (["layout.zero=1"], 2, None, BLOCKS_AND_ROOT),
+    ],
+)
+def test_sharded(
+    ranks: Ranks, overrides: list[str], micro_batches: int, gathers: int | None, scatters: int
+) -> None:
+    batch = f"train.global_batch={2 * micro_batches}"
+    counts = ranks.run(collectives_of_a_step, 2, [*overrides, batch])[0]
+    if gathers is not None:
+        assert counts["_allgather_base"] == gathers
+    assert counts["_reduce_scatter_base"] == scatters
+    assert counts["allreduce"] == STEP
+
+
+def test_tensor(ranks: Ranks) -> None:
+    counts = ranks.run(collectives_of_a_step, 2, ["layout.tensor=2"])[0]
+    per_block = 2 + 2  # the residual stream forward, the inputs' gradients backward
+    loss = 3  # the softmax's largest score, its sums, the gradient of what the head reads
+    embedding, norm = 1, 1
+    assert counts == {
+        "all_reduce": LAYERS * per_block + embedding,  # by DTensor
+        "allreduce": loss + norm,
+    }
