@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -111,6 +115,26 @@ def test_tensors_of_any_strides(device: str) -> None:
     )
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_shape_with_one_stride_and_then_another(device: str) -> None:
+    """A launch is kept from the first call on: the second may differ in strides and alignment."""
+    for _ in range(2):
+        plain = random_qkv(1, 64, 2, 2, 16, device=device)
+        assert_equals_oracle(plain, NESTED, 2e-6)
+        packed = torch.randn(1, 64, 2, 3, 16, device=device)
+        q, k, v = (x.requires_grad_() for x in packed.unbind(3))
+        assert_equals_oracle((q, k, v), NESTED, 2e-6)
+        shifted = [torch.randn(1 + 64 * 2 * 16, device=device)[1:] for _ in range(3)]
+        q, k, v = (x.view(1, 64, 2, 16).requires_grad_() for x in shifted)
+        assert_equals_oracle((q, k, v), NESTED, 2e-6)
+
+
+def test_a_seed_of_any_size_draws_the_same_blocks() -> None:
+    device = "cuda" if HAS_GPU else "cpu"
+    qkv = random_qkv(1, 128, 1, 1, 16, device=device)
+    assert_equals_oracle(qkv, BlockSparse(32, sparsity=0.4, seed=2**53 + 1), 2e-6)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dims", [64, 96, 128, 256])
 @pytest.mark.parametrize("tokens", [2048, 1411])
@@ -152,6 +176,16 @@ def test_operator_is_registered_completely(device: str) -> None:
     ids = torch.arange(40, device=device)[None] // 9
     arguments = (q, k, v, ids, ids, [16, 32], [1, 2], [], 0, True, 0.3, "triton")
     torch.library.opcheck(branch_attention, arguments)
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """What the interpreter takes, the compiler may refuse; it needs no GPU."""
+    script = Path(__file__).parent / "compile_kernels.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    found = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
 
 
 def test_nested_branches_visit_each_pair_once() -> None:

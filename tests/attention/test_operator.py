@@ -380,9 +380,26 @@ def test_options_that_do_not_fit_are_told() -> None:
     with pytest.raises(ValueError, match="below 1, got 1"):
         attend(x, x, x, pattern, dropout_p=1)
     with pytest.raises(ValueError, match="documents or cu_seqlens, not both"):
-        attend(x, x, x, pattern, documents=torch.zeros(1, 8), cu_seqlens=torch.tensor([0, 8]))
+        attend(
+            x, x, x, pattern, documents=torch.zeros(1, 8).long(), cu_seqlens=torch.tensor([0, 8])
+        )
     with pytest.raises(ValueError, match=r"one dimension, got \(1, 2\)"):
         attend(x, x, x, pattern, cu_seqlens=torch.tensor([[0, 8]]))
+
+    with pytest.raises(ValueError, match=r"documents must be integers, got torch\.float32"):
+        attend(x, x, x, pattern, documents=torch.zeros(1, 8))
+    with pytest.raises(ValueError, match=r"key_padding_mask must be bool, got torch\.int64"):
+        attend(x, x, x, pattern, key_padding_mask=torch.zeros(1, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("pattern", [Dense(), Dilated((8, 16), (1, 2))])
+def test_any_strides_and_any_scale(pattern: Pattern) -> None:
+    for scale in (0.3, 0.0, -0.5):
+        qkv = tuple(
+            torch.randn(1, 2, 8, 20, dtype=torch.float64).permute(0, 3, 1, 2).requires_grad_()
+            for _ in range(3)
+        )
+        assert_equals_oracle(qkv, pattern, None, scale=scale)  # type: ignore[arg-type]
 
 
 def test_borders_of_documents_are_documents() -> None:

@@ -51,7 +51,10 @@ def attend_in_branches(
         case _:
             assert isinstance(pattern, Dense)
             segment_lengths, rates = (tokens,), (1,)
-    numbers = [] if blocks is None else [float(x) for x in astuple(blocks)]
+    numbers: list[float] = []
+    if blocks is not None:
+        *sizes, seed = astuple(blocks)
+        numbers = [*map(float, sizes), float(seed % 2**32)]  # all of it that `uniform` uses
     arguments = (
         q,
         k,

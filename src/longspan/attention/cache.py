@@ -32,14 +32,20 @@ class KVCache:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """Take the next tokens' q, k, v, shaped as for `attend`; returns the output at each q."""
         scale = q.shape[3] ** -0.5 if scale is None else scale
+        if not q.shape[1] == k.shape[1] == v.shape[1]:
+            raise ValueError(
+                "a cache takes as many queries as keys and values, got "
+                f"{q.shape[1]}, {k.shape[1]} and {v.shape[1]}"
+            )
         new = torch.arange(self.length, self.length + q.shape[1])
-        self.length += q.shape[1]
         if self._keys is None or self._values is None:
             out = attend(q, k, v, self.pattern, scale=scale)
+            k, v = k.clone(), v.clone()  # the caller's may change
         else:
             k, v = torch.cat([self._keys, k], dim=1), torch.cat([self._values, v], dim=1)
             new = torch.cat([self._positions, new])
             out = masked_attention(q, k, v, Mask(self.pattern), scale, new)
+        self.length += q.shape[1]
         self._keep(k, v, new, heads=q.shape[2])
         return out
 

@@ -48,7 +48,7 @@ def _place(pid, head, tokens, rate, segment, inner, CROSS: tl.constexpr, TILE: t
 @triton.jit
 def _pointers(base, strides, batch, position, head, DIMS: tl.constexpr):
     """Where rows of a (batch, tokens, heads, dims) tensor lie: (rows, DIMS)."""
-    rows = base + batch.to(tl.int64) * strides[0] + head * strides[2]
+    rows = base + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
     return rows + position.to(tl.int64)[:, None] * strides[1] + tl.arange(0, DIMS)[None, :]
 
 
@@ -109,7 +109,10 @@ def _keys_of(
     CROSS: tl.constexpr, CAUSAL: tl.constexpr, LISTED: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of queries visits: steps [begin, middle), then rows [edge, stop) with masks."""
+    """What a tile of queries visits: steps [begin, middle), then rows [edge, stop) with masks.
+
+    And where its list begins.
+    """
     if CROSS:
         stop = start
     elif CAUSAL:
@@ -118,11 +121,14 @@ def _keys_of(
         stop = end
     if LISTED:
         own = (first - outer) // block
+        listed = tl.load(offsets + own)
+        begin, middle = 0, (tl.load(offsets + own + 1) - listed).to(tl.int32) * block
         edge = outer + own * block if CAUSAL else stop
-        return tl.load(offsets + own) * block, tl.load(offsets + own + 1) * block, edge, stop
-    whole = first if CAUSAL and not CROSS else stop
-    middle = outer + (whole - outer) // TILE_N * TILE_N
-    return outer, middle, middle, stop
+    else:
+        whole = first if CAUSAL and not CROSS else stop
+        begin, middle = outer, outer + (whole - outer) // TILE_N * TILE_N
+        edge, listed = middle, 0
+    return begin, middle, edge, stop, listed
 
 
 @triton.jit
@@ -177,7 +183,9 @@ def forward(
     valid = row < end
     position = rho + row * rate
     inside = valid[:, None] & (tl.arange(0, DIMS) < HEAD_DIM)[None, :]
-    lse_rows = lse + batch.to(tl.int64) * lse_strides[0] + head * lse_strides[1] + position
+    lse_rows = (
+        lse + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + position
+    )
     partial_rows = _pointers(partial, partial_strides, batch, position // partial_rate, head, DIMS)
     ids = batch.to(tl.int64) * id_stride
 
@@ -198,13 +206,13 @@ def forward(
     k_level = _levels(tl.arange(0, TILE_N), shift, RATIOS)  # tiles begin at multiples of the ratios
 
     DIAGONAL: tl.constexpr = CAUSAL and not CROSS
-    begin, middle, edge, stop = _keys_of(
+    begin, middle, edge, stop, listed = _keys_of(
         first, start, end, outer, offsets, block, CROSS, CAUSAL, LISTED, TILE_M, TILE_N
     )
     acc, total, top = _take_in(
-        acc, total, top, queries, row, q_id, q_level, k_level, k, v, k_ids + ids + rho, blocks,
-        block, batch, rho, head // group, rate, outer, begin, middle, outer_end, scale,
-        LISTED, BIASED, IDS, LISTED and not CAUSAL, 0, TILE_N, DIMS,
+        acc, total, top, queries, row, q_id, q_level, k_level, k, v, k_ids + ids + rho,
+        blocks + listed, block, batch, rho, head // group, rate, outer, begin, middle, outer_end,
+        scale, LISTED, BIASED, IDS, LISTED and not CAUSAL, 0, TILE_N, DIMS,
     )  # fmt: skip
     if DIAGONAL or not EVEN:
         acc, total, top = _take_in(
@@ -240,7 +248,7 @@ def prepare_backward(
     inside = valid[:, None] & (tl.arange(0, DIMS) < HEAD_DIM)[None, :]
     o = tl.load(_pointers(out, out_strides, batch, row, head, DIMS), mask=inside, other=0.0)
     g = tl.load(_pointers(grad, grad_strides, batch, row, head, DIMS), mask=inside, other=0.0)
-    place = batch.to(tl.int64) * lse_strides[0] + head * lse_strides[1] + row
+    place = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + row
     tl.store(delta + place, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1), mask=valid)
     x = tl.load(lse + place, mask=valid)
     tl.store(limit + place, tl.where(x == float("-inf"), float("inf"), x), mask=valid)
@@ -319,7 +327,7 @@ def query_grad(
     valid = row < end
     position = rho + row * rate
     inside = valid[:, None] & (tl.arange(0, DIMS) < HEAD_DIM)[None, :]
-    lse_place = batch.to(tl.int64) * lse_strides[0] + head * lse_strides[1] + position
+    lse_place = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + position
     ids = batch.to(tl.int64) * id_stride
 
     q_rows = _pointers(q, q_strides, batch, position, head, DIMS)
@@ -335,13 +343,13 @@ def query_grad(
     acc = tl.zeros([TILE_M, DIMS], tl.float32)
 
     DIAGONAL: tl.constexpr = CAUSAL and not CROSS
-    begin, middle, edge, stop = _keys_of(
+    begin, middle, edge, stop, listed = _keys_of(
         first, start, end, outer, offsets, block, CROSS, CAUSAL, LISTED, TILE_M, TILE_N
     )
     acc = _gather_query_grad(
         acc, queries, grads, row, q_id, q_level, tops, means, k_level, k, v, k_ids + ids + rho,
-        blocks, block, batch, rho, head // group, rate, outer, begin, middle, outer_end, scale,
-        LISTED, BIASED, IDS, LISTED and not CAUSAL, 0, TILE_N, DIMS,
+        blocks + listed, block, batch, rho, head // group, rate, outer, begin, middle, outer_end,
+        scale, LISTED, BIASED, IDS, LISTED and not CAUSAL, 0, TILE_N, DIMS,
     )  # fmt: skip
     if DIAGONAL or not EVEN:
         acc = _gather_query_grad(
@@ -418,7 +426,7 @@ def key_grad(
     valid = col < end
     position = rho + col * rate
     inside = valid[:, None] & (tl.arange(0, DIMS) < HEAD_DIM)[None, :]
-    lse_place = batch.to(tl.int64) * lse_strides[0] + head * lse_strides[1] + rho
+    lse_place = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + rho
     ids = batch.to(tl.int64) * id_stride
 
     k_rows = _pointers(k, k_strides, batch, position, head // group, DIMS)
@@ -448,7 +456,9 @@ def key_grad(
         begin = middle
     if LISTED:
         own = (first - outer) // block
-        begin, last = tl.load(offsets + own) * block, tl.load(offsets + own + 1) * block
+        listed = tl.load(offsets + own)
+        blocks += listed
+        begin, last = 0, (tl.load(offsets + own + 1) - listed).to(tl.int32) * block
     else:
         last = begin + (outer_end - begin) // TILE_M * TILE_M
     acc_k, acc_v = _gather_key_grad(

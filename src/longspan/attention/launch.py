@@ -118,7 +118,7 @@ def block_lists(
 ) -> tuple[Tensor, Tensor]:
     """CSR lists of the key blocks of each query block, or of the query blocks of each key block.
 
-    Int32 `offsets` (count + 1,) and indices; under causality without the block itself.
+    Int64 `offsets` (count + 1,) and int32 indices; under causality without the block itself.
     """
     index = torch.arange(count, device=device)
     found, lengths = [], []
@@ -129,7 +129,7 @@ def block_lists(
             kept = kept & (~earlier & (index[None, :] != rows[:, None]) if of_keys else earlier)
         found.append(kept.nonzero()[:, 1].int())
         lengths.append(kept.sum(1))
-    offsets = pad(torch.cat(lengths).cumsum(0), (1, 0)).int()
+    offsets = pad(torch.cat(lengths).cumsum(0), (1, 0))
     return offsets, torch.cat(found)
 
 
@@ -247,15 +247,21 @@ _calls = lru_cache(maxsize=64)(_Call)
 
 @lru_cache(maxsize=512)
 def _launches(
-    call: _Call, name: str, tokens: int, strides: tuple[tuple[int, ...], ...], id_stride: int
+    call: _Call,
+    name: str,
+    tokens: int,
+    strides: tuple[tuple[int, ...], ...],
+    described: tuple[tuple[int, ...], ...],
+    id_stride: int,
 ) -> list[_Launch]:
     """The launches of one kernel over a slab of `tokens`, one per branch.
 
-    `strides`: of the tensors that the kernel addresses by pointers, in its order.
+    `strides`: of the tensors that the kernel addresses by pointers, in its order; `described`: of
+    those it reads through descriptors, which a launch makes once.
     """
     of_keys = name == "key_grad"
     block = 1 if call.blocks is None else call.blocks.block_size
-    tiles = tiles_of(name, call.head_dim, call.dtype, block)
+    tiles = tiles_of(name, call.head_dim, call.dtype, 0 if call.blocks is None else block)
     tile, step = (tiles.keys, tiles.queries) if of_keys else (tiles.queries, tiles.keys)
     scales = (call.scale * LOG2_E,) if name == "forward" else (call.scale * LOG2_E, call.scale)
     launches = []
@@ -301,7 +307,7 @@ def _readable(x: Tensor, multiple: int) -> Tensor:
     unit = 16 // x.element_size()
     b, n, h, d = x.stride()
     if d != 1 or b % unit or n % unit or h % unit or x.data_ptr() % 16:
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)  # a new, aligned place
     rest = -x.shape[1] % multiple
     return pad(x, (0, 0, 0, 0, 0, rest)) if rest else x
 
@@ -362,7 +368,8 @@ def _forward_slab(
     partial = call.new_partial(tokens)
     strides = q.stride()[:3], out.stride()[:3], partial.stride()[:3], lse.stride()[:2]
     id_stride = q_ids.stride(0) if call.has_ids else 0
-    launches = _launches(call, "forward", tokens, strides, id_stride)
+    described = k.stride(), v.stride()
+    launches = _launches(call, "forward", tokens, strides, described, id_stride)
     for branch, launch in zip(call.plan.branches, launches, strict=True):
         launch(
             q, launch.described(0, k), launch.described(1, v), out, partial, lse, q_ids, k_ids,
@@ -391,6 +398,7 @@ def backward(
     call = _call_of(q, k, ids, segment_lengths, rates, blocks, first_head, is_causal, scale)
     grad_q, grad_k, grad_v = call.new_result(), call.new_result(), call.new_result()
     q, k, v, grad = (_readable(x, call.unit) for x in (q, k, v, grad))
+    out, lse = _readable(out, 1), lse.contiguous()
     delta, limit = torch.empty_like(lse), torch.empty_like(lse)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         strides = out.stride()[:3], grad.stride()[:3], lse.stride()[:2]
@@ -431,7 +439,8 @@ def _query_grad_slab(call: _Call, inputs: _Inputs, grad_q: Tensor) -> None:
         limit.stride()[:2],
     )  # fmt: skip
     id_stride = q_ids.stride(0) if call.has_ids else 0
-    launches = _launches(call, "query_grad", tokens, strides, id_stride)
+    described = k.stride(), v.stride()
+    launches = _launches(call, "query_grad", tokens, strides, described, id_stride)
     for branch, launch in zip(call.plan.branches, launches, strict=True):
         launch(
             q, launch.described(0, k), launch.described(1, v), grad, limit, delta, grad_q, partial,
@@ -450,7 +459,8 @@ def _key_grad_slab(call: _Call, inputs: _Inputs, grad_k: Tensor, grad_v: Tensor)
         limit.stride()[:2],
     )  # fmt: skip
     id_stride = q_ids.stride(0) if call.has_ids else 0
-    launches = _launches(call, "key_grad", tokens, strides, id_stride)
+    described = q.stride(), grad.stride()
+    launches = _launches(call, "key_grad", tokens, strides, described, id_stride)
     for branch, launch in zip(call.plan.branches, launches, strict=True):
         launch(
             launch.described(0, q), k, v, launch.described(1, grad), limit, delta, grad_k, grad_v,

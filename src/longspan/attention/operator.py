@@ -73,6 +73,8 @@ def attend(
             raise ValueError(f"backend {name!r} cannot do this, {chosen.name!r} can: {problem}")
     if name == "masked":
         return masked_attention(q, k, v, mask, scale)
+    if scale <= 0 and q.device.type == "cpu":
+        q, scale = q * scale, 1.0  # torch's kernel masks by -inf before it scales
     if name == "sdpa":
         group = q.shape[2] // k.shape[2]
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -110,7 +112,7 @@ def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
         return Backend("masked", "there are fewer queries than keys")
     if not masks_nothing:
         return Backend("masked", "documents or padding are masked, on a CPU")
-    return Backend("masked", "the pattern is block-sparse, on a CPU")
+    return Backend("masked", "the pattern is neither dense nor dilated, on a CPU")
 
 
 def _kernels_problem(q: Tensor, k: Tensor, mask: Mask) -> str | None:
@@ -135,7 +137,9 @@ def _kernels_problem(q: Tensor, k: Tensor, mask: Mask) -> str | None:
             return f"blocks of {blocks.block_size} are no multiple of {unit}"
         case Dilated(blocks=BlockSparse() as blocks) if blocks.block_size % unit:
             return f"blocks of {blocks.block_size} are no multiple of {unit}"
-    return None
+        case Dense() | Dilated() | BlockSparse():
+            return None
+    return f"the kernels do not know {type(mask.pattern).__name__}"
 
 
 def _documents_between(cu_seqlens: Tensor, documents: Tensor | None, k: Tensor) -> Tensor:
@@ -144,6 +148,8 @@ def _documents_between(cu_seqlens: Tensor, documents: Tensor | None, k: Tensor) 
         raise ValueError("give documents or cu_seqlens, not both")
     if cu_seqlens.dim() != 1:
         raise ValueError(f"cu_seqlens must have one dimension, got {tuple(cu_seqlens.shape)}")
+    if cu_seqlens.is_floating_point():
+        raise ValueError(f"cu_seqlens must be integers, got {cu_seqlens.dtype}")
     position = torch.arange(k.shape[1], device=k.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, position, right=True).expand(k.shape[0], -1)
 
@@ -193,6 +199,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
             raise ValueError(
                 f"{name} must be (batch, keys) = {(batch, keys)}, got {tuple(given.shape)}"
             )
+        if given is not None and given.device != q.device:
+            raise ValueError(f"{name} must be on {q.device} as q is, got {given.device}")
+    documents, padding = mask.documents, mask.key_padding_mask
+    if documents is not None and (documents.is_floating_point() or documents.dtype == torch.bool):
+        raise ValueError(f"documents must be integers, got {documents.dtype}")
+    if padding is not None and padding.dtype != torch.bool:
+        raise ValueError(f"key_padding_mask must be bool, got {padding.dtype}")
     if not 0 <= mask.dropout_p < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {mask.dropout_p}")
     if q.device.type != "cpu" and head_dim % 8:

@@ -66,8 +66,11 @@ def _pieces(
                 yield _Piece(slice(border, None, r), own_heads, rest)
 
 
-def _per_query_head(x: Tensor, q: Tensor) -> Tensor:
-    return x.repeat_interleave(q.shape[2] // x.shape[2], dim=2)
+def _rows(x: Tensor, heads: int) -> Tensor:
+    """One head per query head, and rows without gaps, which the flash kernel takes for granted."""
+    if x.shape[2] != heads:
+        x = x.repeat_interleave(heads // x.shape[2], dim=2)
+    return x if x.stride(3) == 1 else x.contiguous()
 
 
 def forward(
@@ -84,7 +87,7 @@ def forward(
     its log-sum-exp (batch, heads, tokens), which is float32 or, for float64, float64.
     """
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    k, v = _per_query_head(k, q), _per_query_head(v, q)
+    q, k, v = (_rows(x, q.shape[2]) for x in (q, k, v))
     out = torch.zeros(q.shape, dtype=exact)
     stored_lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=exact)
     lse = stored_lse.transpose(1, 2)
@@ -116,7 +119,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, from that of the output and what `forward` returned."""
     kv_heads = k.shape[2]
-    k, v, lse = _per_query_head(k, q), _per_query_head(v, q), lse.transpose(1, 2)
+    grad_out, q, k, v, out = (_rows(x, q.shape[2]) for x in (grad_out, q, k, v, out))
+    lse = lse.transpose(1, 2)
     grads = tuple(torch.zeros(q.shape, dtype=lse.dtype) for _ in range(3))
     for piece in _pieces(q, segment_lengths, rates, first_head):
         inputs = (piece.split(x) for x in (grad_out, q, k, v, out, lse))

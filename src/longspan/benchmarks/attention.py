@@ -129,9 +129,15 @@ def _problem(setting: Setting, files: Sequence[Path]) -> str | None:
         broken = [n for n in setting.lengths if n % min(w, n)]
         if broken:
             return f"a length of {broken[0]} is not made of whole segments of {w}"
-    for file in files:
-        if not file.parent.is_dir():
-            return f"cannot write {file}: there is no folder {file.parent}"
+    for r in setting.dilation_rates:
+        broken = [n for n in setting.lengths if n % r]
+        if broken:
+            return f"a length of {broken[0]} is no multiple of the rate {r}"
+    for file in files:  # now, not after minutes of measuring
+        try:
+            file.open("a").close()
+        except OSError as error:
+            return f"cannot write {file}: {error.strerror}"
     return None
 
 
