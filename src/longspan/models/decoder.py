@@ -59,7 +59,6 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, model: Model, pattern: Pattern, context: int) -> None:
         super().__init__()
-        self.pattern = pattern
         self.head_dim = model.head_dim
         self.rope_base = model.rope_base_for(context)
         self.embedding = nn.Embedding(model.vocab, model.hidden)
