@@ -198,6 +198,7 @@ class _BranchAttention(torch.autograd.Function):
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
         output = _forward(*arguments)
         _save(ctx, arguments, output)
+        ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp, which has no gradient
         return output
 
     @staticmethod

@@ -39,14 +39,18 @@ def tiles_of(kernel: str, head_dim: int, dtype: torch.dtype, block: int = 0) -> 
     """
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 1)
+    has_wide_blocks = block > 0 and block % 128 == 0
     if head_dim <= 64:
-        keys_or_queries = {"forward": (64, 64), "query_grad": (64, 32), "key_grad": (32, 64)}
-        return Tiles(*keys_or_queries[kernel], 4, 3)
+        return {
+            "forward": Tiles(64, 128, 4, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
+            "query_grad": Tiles(64, 64 if block else 32, 4, 3),
+            "key_grad": Tiles(32, 64, 4, 3),
+        }[kernel]
     if head_dim <= 128:
         return {
-            "forward": Tiles(64, 64, 4, 3),
-            "query_grad": Tiles(64, 64, 4, 2) if block % 128 else Tiles(128, 64, 8, 3),
-            "key_grad": Tiles(32, 64, 4, 3),
+            "forward": Tiles(128, 128, 8, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
+            "query_grad": Tiles(64, 64, 4, 2) if block else Tiles(128, 64, 8, 3),
+            "key_grad": Tiles(64, 64, 4, 2) if block else Tiles(32, 64, 4, 3),
         }[kernel]
     return Tiles(32, 64, 8, 1) if kernel == "key_grad" else Tiles(64, 32, 8, 2)
 
@@ -348,16 +352,22 @@ def forward(
         for slab in call.slabs:
             own = call.padded(slab)
             _forward_slab(
-                call, q[:, own], k[:, own], v[:, own], out[:, slab], lse[..., slab],
-                *_ids_of(ids, slab, lse),
+                call, _rows(q, own), _rows(k, own), _rows(v, own), _rows(out, slab),
+                _rows(lse, slab, 2), *_ids_of(ids, slab, lse),
             )  # fmt: skip
     return out, lse
+
+
+def _rows(x: Tensor, rows: slice, dim: int = 1) -> Tensor:
+    """A slab of `x`: itself where there is only one, since a view costs as much as a launch."""
+    start, stop = rows.start, rows.stop
+    return x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
 
 
 def _ids_of(
     ids: tuple[Tensor, Tensor] | None, slab: slice, unused: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return (unused, unused) if ids is None else (ids[0][:, slab], ids[1][:, slab])
+    return (unused, unused) if ids is None else (_rows(ids[0], slab), _rows(ids[1], slab))
 
 
 def _forward_slab(
@@ -406,11 +416,11 @@ def backward(
         for slab in call.slabs:
             own = call.padded(slab)
             inputs = _Inputs(
-                q[:, own], k[:, own], v[:, own], grad[:, own], limit[..., slab], delta[..., slab],
-                *_ids_of(ids, slab, lse),
+                _rows(q, own), _rows(k, own), _rows(v, own), _rows(grad, own),
+                _rows(limit, slab, 2), _rows(delta, slab, 2), *_ids_of(ids, slab, lse),
             )  # fmt: skip
-            _query_grad_slab(call, inputs, grad_q[:, slab])
-            _key_grad_slab(call, inputs, grad_k[:, slab], grad_v[:, slab])
+            _query_grad_slab(call, inputs, _rows(grad_q, slab))
+            _key_grad_slab(call, inputs, _rows(grad_k, slab), _rows(grad_v, slab))
     if call.group > 1:
         grouped = (call.batch, call.tokens, -1, call.group, call.head_dim)
         grad_k, grad_v = grad_k.view(grouped).sum(3), grad_v.view(grouped).sum(3)
