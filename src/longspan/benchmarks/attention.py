@@ -3,7 +3,9 @@
 Times are of causal attention on fresh random inputs, medians over repetitions, with the spread
 (slowest less fastest, over the median). FLOPs are the pattern's: 4·head_dim per pair and head,
 each pair as often as it is seen, and 3.5 times that with the backward pass. "extra" is the peak of
-memory beyond the inputs, the output and their gradients; it is measured on CUDA alone.
+memory beyond the inputs, the output and their gradients. "graph" is the time of forward and
+backward replayed as a CUDA graph: what the device needs when the host does not hold it up, as it
+does at short lengths. Both are measured on CUDA alone.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -81,6 +84,7 @@ class Row:
     forward_ms: float
     both_ms: float
     both_spread: float
+    graph_ms: float | None
     tflops: float
     extra_mib: float | None
 
@@ -164,22 +168,18 @@ def _lengths(setting: Setting) -> list[Row]:
 
 
 def _block_sparse(setting: Setting, rows: Sequence[Row]) -> list[Row]:
-    """Dense, and half and a tenth of the blocks kept, at the longest length dense was run at."""
+    """Dense, then all, half and a tenth of the blocks kept, at 32,768 tokens or dense's longest."""
     if setting.device == "cpu":
         return []
     tokens = min(32768, max(row.tokens for row in rows if row.attention == DENSE))
-    dense = [row for row in rows if row.attention == DENSE and row.tokens == tokens]
+    contenders: list[tuple[str, Pattern]] = [(DENSE, Dense())]
     for kept in (1.0, 0.5, 0.1):
-        pattern = BlockSparse(setting.block_size, sparsity=kept)
-        row = _measure(
-            f"{kept:.0%} of blocks",
-            pattern,
-            lambda q, k, v, pattern=pattern: attend(q, k, v, pattern),  # type: ignore[misc]
-            tokens,
-            setting,
-        )
-        dense += [row] if row is not None else []
-    return dense
+        contenders.append((f"{kept:.0%} of blocks", BlockSparse(setting.block_size, sparsity=kept)))
+    found = [
+        _measure(name, pattern, partial(attend, pattern=pattern), tokens, setting)
+        for name, pattern in contenders
+    ]
+    return [row for row in found if row is not None]
 
 
 def _measure(
@@ -202,14 +202,23 @@ def _measure(
 
         forward_ms, _ = _time(forward, setting.device)
         both_ms, spread = _time(both, setting.device)
-        extra = _extra_mib(both, inputs) if setting.device == "cuda" else None
+        extra, graph_ms = None, None
+        if setting.device == "cuda":
+            extra, graph_ms = _extra_mib(both, inputs), _time(_captured(both).replay, "cuda")[0]
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return None
     flops = 3.5 * pattern.flops(tokens, setting.heads, setting.head_dim, is_causal=True)
     backend = "" if name == PLAIN else choose_backend(q, k, Mask(pattern)).name
     tflops = flops / both_ms / 1e9
-    return Row(name, backend, tokens, forward_ms, both_ms, spread, tflops, extra)
+    return Row(name, backend, tokens, forward_ms, both_ms, spread, graph_ms, tflops, extra)
+
+
+def _captured(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
 
 
 def _time(function: Callable[[], None], device: str) -> tuple[float, float]:
@@ -265,7 +274,8 @@ def _table(rows: Sequence[Row]) -> Table:
     for column in ("attention", "backend"):
         table.add_column(column)
     for column in (
-        "tokens", "forward ms", "fwd+bwd ms", "spread", "µs/token", "TFLOP/s", "extra MiB",
+        "tokens", "forward ms", "fwd+bwd ms", "spread", "graph ms", "µs/token", "TFLOP/s",
+        "extra MiB",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for row in rows:
@@ -276,6 +286,7 @@ def _table(rows: Sequence[Row]) -> Table:
             f"{row.forward_ms:.3f}",
             f"{row.both_ms:.3f}",
             f"{row.both_spread:.1%}",
+            "–" if row.graph_ms is None else f"{row.graph_ms:.3f}",
             f"{1e3 * row.both_ms / row.tokens:.4f}",
             f"{row.tflops:.3g}",
             "–" if row.extra_mib is None else f"{row.extra_mib:,.0f}",
