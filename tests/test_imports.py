@@ -13,12 +13,13 @@ GROUND = {"errors", "files", "hardware", "presets"}
 
 MAY_IMPORT = {
     "config": {"presets"},
-    "runfile": {"config", "errors"},
+    "rules": {"config"},
+    "runfile": {"config", "rules", "errors"},
     "attention": {"config"},
     "nn": {"attention", "config"},
     "models": {"nn", "attention", "config"},
     "data": {"config"},
-    "parallel": {"models", "attention", "config"},
+    "parallel": {"models", "nn", "attention", "config"},
     "launching": set(),
     "checkpoint": set(),
     "tracking": {"config"},

@@ -1,15 +1,13 @@
 """The whole run as frozen, typed data. Imports no torch and no other room.
 
-`runfile.py` reads TOML, YAML and overrides into a `Run` and explains what is wrong with them;
-here stand the sections, their defaults, and the rules between them.
+`runfile.py` reads TOML, YAML and overrides into a `Run`, `rules.py` says what must hold between its
+values; here stand the sections and their defaults.
 """
 
 from __future__ import annotations
 
-import inspect
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -117,6 +115,9 @@ class Data(Section):
     """Key-value pairs in each sequence of the "recall" source."""
 
 
+DILATED_KEYS = ("segment_lengths", "dilation_rates")
+BLOCK_SPARSE_KEYS = ("local_window", "global_tokens", "stride", "sparsity", "block_seed")
+
 AXES = ("replicate", "shard", "sequence", "tensor", "pipeline")
 
 
@@ -135,6 +136,22 @@ class Layout(Section):
     """Ranks that share the layers."""
     zero: Literal[1, 2, 3] = 3
     """What the `shard` axis splits: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = "1f1b"
+    """In what order the ranks of the `pipeline` axis take micro-batches."""
+    virtual_stages: Positive = 2
+    """Stages per rank of the "interleaved" schedule; "zbv" has two, the others one."""
+    split_norms: bool = False
+    """Whether the `tensor` axis also splits norms and residual stream, by tokens."""
+    compress: Literal["none", "bf16", "powersgd"] = "none"
+    """How copies of a model that is neither sharded nor split send each other gradients."""
+    offload: bool = False
+    """Whether a sharded model's parameters, gradients and optimizer state wait in the CPU's
+    memory, where the optimizer then runs."""
+
+    @property
+    def stages_per_rank(self) -> int:
+        """Of the pipeline."""
+        return {"zbv": 2, "interleaved": self.virtual_stages}.get(self.schedule, 1)
 
     def ranks(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in AXES}
@@ -169,6 +186,8 @@ class Train(Section):
     """Steps of the final decay of the "wsd" schedule."""
     min_lr: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Where the decay ends, as a fraction of the learning rate."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """AdamW with its moments in 32 bits, or in 8 (torchao), which saves 6 bytes a parameter."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """AdamW's; matrices only."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -268,14 +287,6 @@ def _pattern_words(attention: Attention) -> str:
     return "".join(f" {w}/{r}" for w, r in branches)
 
 
-@dataclass(frozen=True)
-class Problem:
-    """One thing wrong with a run file: where, and what to do about it."""
-
-    path: str
-    message: str
-
-
 def fill_branches(tables: dict[str, Any]) -> dict[str, Any]:
     """Give a dilated [attention] without branches those of the model's preset."""
     model, attention = tables.get("model", {}), tables.get("attention", {})
@@ -329,189 +340,3 @@ def layout_problems(ranks: Mapping[str, int], world: int) -> list[str]:
         product = " × ".join(f"{axis} {n}" for axis, n in ranks.items() if n > 1)
         return [f"{product or 'the product 1'} needs {fixed} processes and there are {world}"]
     return []
-
-
-def _model_rules(model: Model) -> list[Problem]:
-    problems = []
-    if model.hidden % model.heads:
-        most = min(model.heads, model.hidden, 1024)
-        below = max(h for h in range(1, most + 1) if model.hidden % h == 0)
-        problems.append(
-            Problem(
-                "model.heads",
-                f"{model.heads} does not divide model.hidden = {model.hidden}: use {below}, "
-                f"or hidden = {math.ceil(model.hidden / model.heads / 2) * model.heads * 2}",
-            )
-        )
-    elif model.head_dim % 2:
-        problems.append(
-            Problem(
-                "model.heads",
-                f"hidden / heads = {model.head_dim} must be even for rotary embedding: "
-                f"change model.heads = {model.heads} or model.hidden = {model.hidden}",
-            )
-        )
-    if model.heads % model.kv_heads:
-        most = min(model.kv_heads, model.heads, 1024)
-        below = max(h for h in range(1, most + 1) if model.heads % h == 0)
-        problems.append(
-            Problem(
-                "model.kv_heads",
-                f"{model.kv_heads} does not divide model.heads = {model.heads}: use {below}",
-            )
-        )
-    return problems
-
-
-DILATED_KEYS = ("segment_lengths", "dilation_rates")
-BLOCK_SPARSE_KEYS = ("local_window", "global_tokens", "stride", "sparsity", "block_seed")
-
-
-def _attention_rules(attention: Attention) -> list[Problem]:
-    useless = (() if attention.kind == "dilated" else DILATED_KEYS) + (
-        () if attention.kind == "block_sparse" else BLOCK_SPARSE_KEYS
-    )
-    problems = [
-        Problem(f"attention.{key}", f'has no use with kind = "{attention.kind}": remove it')
-        for key in useless
-        if getattr(attention, key)
-    ]
-    if attention.kind == "dilated":
-        problems += [
-            Problem("attention.segment_lengths", message)
-            for message in branch_problems(attention.segment_lengths, attention.dilation_rates)
-        ]
-    if attention.kind == "block_sparse":
-        problems += [
-            Problem(f"attention.{key}", message)
-            for key in ("local_window", "global_tokens")
-            if (message := block_problem(getattr(attention, key), attention.block_size))
-        ]
-    return problems
-
-
-def _train_rules(train: Train) -> list[Problem]:
-    problems = []
-    if train.global_batch % train.micro_batch:
-        above = math.ceil(train.global_batch / train.micro_batch) * train.micro_batch
-        problems.append(
-            Problem(
-                "train.global_batch",
-                f"{train.global_batch} is not a multiple of train.micro_batch = "
-                f"{train.micro_batch}: use {above}",
-            )
-        )
-    if train.lr_scaling != "none" and train.base_batch is None:
-        problems.append(
-            Problem(
-                "train.base_batch",
-                f'is needed by lr_scaling = "{train.lr_scaling}": set the global batch at which '
-                f"lr = {train.lr} was tuned",
-            )
-        )
-    if train.schedule == "wsd" and train.decay is None:
-        problems.append(
-            Problem(
-                "train.decay",
-                f'is needed by schedule = "wsd": set its steps, such as {train.steps // 5 or 1}',
-            )
-        )
-    elif train.schedule == "wsd" and train.warmup + (train.decay or 0) > train.steps:
-        problems.append(
-            Problem(
-                "train.decay",
-                f"warmup {train.warmup} + decay {train.decay} is more than train.steps = "
-                f"{train.steps}: lower one or raise steps",
-            )
-        )
-    if train.precision == "fp16" and train.device == "cpu":
-        problems.append(
-            Problem(
-                "train.precision", 'is "fp16", which needs a GPU: use "fp32" with device = "cpu"'
-            )
-        )
-    return problems
-
-
-def _recall_rules(model: Model, data: Data) -> list[Problem]:
-    if data.source != "recall":
-        return []
-    problems = []
-    if model.vocab < 16:
-        problems.append(
-            Problem("model.vocab", f'is {model.vocab}: source "recall" needs at least 16')
-        )
-    if data.context < 4 * data.recall_pairs + 2:
-        problems.append(
-            Problem(
-                "data.context",
-                f"is {data.context}: {data.recall_pairs} recall pairs need at least "
-                f"{4 * data.recall_pairs + 2}; lower data.recall_pairs or raise it",
-            )
-        )
-    if data.recall_pairs > model.vocab // 2:
-        problems.append(
-            Problem(
-                "data.recall_pairs",
-                f"is {data.recall_pairs}: a vocabulary of {model.vocab} has "
-                f"{model.vocab // 2} keys; lower it or raise model.vocab",
-            )
-        )
-    return problems
-
-
-def _layout_rules(layout: Layout, model: Model, train: Train, world: int) -> list[Problem]:
-    if problems := layout_problems(layout.ranks(), world):
-        return [Problem("layout", message) for message in problems]
-    ranks = layout.resolve(world)
-    problems_found = [
-        Problem(f"layout.{axis}", f"is not there yet: use 1, got {ranks[axis]}")
-        for axis in ("sequence", "pipeline")
-        if ranks[axis] > 1
-    ]
-    problems_found += [
-        Problem(
-            "layout.tensor",
-            f"{ranks['tensor']} does not divide model.{key} = {getattr(model, key)}: change one",
-        )
-        for key in ("heads", "kv_heads", "ffn", "vocab")
-        if getattr(model, key) % ranks["tensor"]
-    ]
-    if ranks["tensor"] > 1 and model.sub_layer_norm:
-        message = "with model.sub_layer_norm is not there yet: turn one off"
-        problems_found.append(Problem("layout.tensor", message))
-    if train.precision == "fp16" and world > 1:
-        message = '"fp16" on several processes is not there yet: use "bf16"'
-        problems_found.append(Problem("train.precision", message))
-    data_ranks = ranks["replicate"] * ranks["shard"]
-    at_once = train.micro_batch * data_ranks
-    if train.global_batch % train.micro_batch == 0 and train.global_batch % at_once:
-        problems_found.append(
-            Problem(
-                "train.global_batch",
-                f"{train.global_batch} is not a multiple of train.micro_batch = "
-                f"{train.micro_batch} × {data_ranks} data-parallel ranks: "
-                f"use {math.ceil(train.global_batch / at_once) * at_once}",
-            )
-        )
-    return problems_found
-
-
-RULES: tuple[Callable[..., list[Problem]], ...] = (
-    _model_rules,
-    _attention_rules,
-    _train_rules,
-    _recall_rules,
-    _layout_rules,
-)
-
-
-def check_rules(sections: Mapping[str, Section], world: int | None) -> list[Problem]:
-    """Problems between values, from every rule of which all is known; `world`: processes."""
-    known: dict[str, Any] = {**sections, **({} if world is None else {"world": world})}
-    problems = []
-    for rule in RULES:
-        needs = inspect.signature(rule).parameters
-        if set(needs) <= set(known):
-            problems += rule(**{name: known[name] for name in needs})
-    return problems

@@ -15,8 +15,9 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from longspan.config import AXES, Problem, Run, Section, check_rules, fill_branches
+from longspan.config import AXES, Run, Section, fill_branches
 from longspan.errors import UserError
+from longspan.rules import Problem, check_rules
 
 if sys.version_info >= (3, 11):
     import tomllib

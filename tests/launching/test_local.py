@@ -125,7 +125,16 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
         (["--nproc", "0"], "--nproc must be at least 1, got 0"),
         (["--nproc", "2", "train.global_batch=3"], "× 2 data-parallel ranks: use 4"),
         (["--nproc", "2", "layout.replicate=3"], "needs 3 processes and there are 2"),
-        (["--nproc", "2", "layout.pipeline=2"], "layout.pipeline  is not there yet: use 1"),
+        (
+            ["--nproc", "4", "layout.pipeline=4", "train.global_batch=8"],
+            'layout.pipeline  4 ranks of schedule "1f1b" have 4 stages, and there are 1 layers: '
+            "use at most 1",
+        ),
+        (
+            ["--nproc", "2", "layout.pipeline=2", "model.layers=2", "train.global_batch=1"],
+            'train.global_batch  schedule "1f1b" needs at least 2 micro-batches per data-parallel '
+            "rank, got 1: use 2",
+        ),
         (["--nproc", "4", "layout.tensor=4"], "4 does not divide model.heads = 2: change one"),
     ],
 )

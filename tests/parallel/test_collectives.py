@@ -10,11 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.data import open_source
-from longspan.models import build_decoder
+from longspan.models import new_decoder
 from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.runfile import load_run
-from longspan.training.loop import build_optimizer, train_step
+from longspan.training.loop import train_step
+from longspan.training.optimizer import build_optimizer
 from longspan.training.state import State
 from tests.harness import Ranks
 
@@ -51,14 +52,23 @@ def collectives_of_a_step(rank: int, world: int, overrides: list[str]) -> dict[s
     run = load_run(None, [*SMALL, *overrides], world=world)
     device, source = torch.device("cpu"), open_source(run.data, run.model)
     with placement(run.layout, World(rank, world, rank), device) as placed:
-        model = build_decoder(run, device)
-        module = placed.place(model)
+        model = new_decoder(run)
+        module = placed.place(model, run, device)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        state = State(model, build_optimizer(model, run.train), scaler)
+        state = State(model, build_optimizer(model, run.train), scaler, placed)
         train_step(state, module, placed, run, source, device)  # the first sets things up
-        with Collectives() as mode:
+        with Collectives() as mode, torch.profiler.profile() as profile:
             train_step(state, module, placed, run, source, device)
-    return {name: count for name, count in mode.counts.items() if count}
+    below = Counter(e.name for e in profile.events() if e.name.startswith("gloo:"))
+    seen = {name: count for name, count in mode.counts.items() if count}
+    return {**seen, **below}
+
+
+def test_replicated(ranks: Ranks) -> None:
+    overrides = ["layout.replicate=2", "layout.shard=1", "train.global_batch=4"]
+    counts = ranks.run(collectives_of_a_step, 2, overrides)[0]
+    bucket = 1  # all gradients, after the last of two micro-batches
+    assert counts["gloo:all_reduce"] == bucket + STEP
 
 
 BLOCKS_AND_ROOT = LAYERS + 1
@@ -94,7 +104,7 @@ def test_tensor(ranks: Ranks) -> None:
     per_block = 2 + 2  # the residual stream forward, the inputs' gradients backward
     loss = 3  # the softmax's largest score, its sums, the gradient of what the head reads
     embedding, norm = 1, 1
-    assert counts == {
+    assert {name: n for name, n in counts.items() if not name.startswith("gloo:")} == {
         "all_reduce": LAYERS * per_block + embedding,  # by DTensor
         "allreduce": loss + norm,
     }

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspan.config import Run
 from longspan.models import build_decoder
-from longspan.parallel.remat import rematerialise
+from longspan.parallel.remat import rematerialised
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training import train
@@ -59,9 +59,17 @@ def train_rank(rank: int, world: int, overrides: list[str], run_dir: str) -> Non
     train(run_of(*overrides, world=world), Path(run_dir), world=World(rank, world, rank))
 
 
-def test_nor_does_it_in_a_layout(ranks: Ranks, tmp_path: Path) -> None:
+@pytest.mark.parametrize("layout", ["layout.zero=3", "layout.tensor=2", "layout.pipeline=2"])
+def test_nor_does_it_in_a_layout(ranks: Ranks, tmp_path: Path, layout: str) -> None:
     for name, changes in (("plain", []), ("again", ["train.remat=full"])):
-        ranks.run(train_rank, 2, ["layout.zero=3", *changes], str(tmp_path / name))
+        ranks.run(train_rank, 2, [layout, *changes], str(tmp_path / name))
+    assert final_bytes(tmp_path / "again") == final_bytes(tmp_path / "plain")
+
+
+def test_a_run_goes_on_without_it(tmp_path: Path) -> None:
+    train(run_of(), tmp_path / "plain")
+    train(run_of("train.remat=full", "train.steps=2"), tmp_path / "again")
+    train(run_of(), tmp_path / "again", resume=True)
     assert final_bytes(tmp_path / "again") == final_bytes(tmp_path / "plain")
 
 
@@ -69,7 +77,8 @@ def kept_bytes(remat: str) -> int:
     """Of activations that outlive the forward pass, the weights not counted."""
     run = run_of(f"train.remat={remat}", "data.context=256")
     model = build_decoder(run, torch.device("cpu"))
-    rematerialise(model, run.train)
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = rematerialised(block, run.train)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 

@@ -1,5 +1,5 @@
 """The decoder."""
 
-from longspan.models.decoder import Decoder, build_decoder, count_parameters
+from longspan.models.decoder import Decoder, build_decoder, count_parameters, new_decoder
 
-__all__ = ["Decoder", "build_decoder", "count_parameters"]
+__all__ = ["Decoder", "build_decoder", "count_parameters", "new_decoder"]

@@ -98,36 +98,25 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
-    @torch.no_grad()
-    def initialise(self, seed: int, *, magneto: bool) -> None:
-        """Draw every parameter from its own stream of (seed, name), whatever the device.
 
-        Plain: normal with std √(2/(5·hidden)) ("SmallInit", Nguyen & Salazar 2019), divided by
-        √(2·layers) where a projection ends in the residual stream. MAGNETO (Wang et al. 2022):
-        Xavier, with gain √(ln 2·layers) on value, out and MLP projections.
-        """
-        layers = len(self.blocks)
-        for name, weight in self.named_parameters():
-            if weight.dim() == 1:
-                weight.fill_(1.0)  # norms
-                continue
-            module = name.split(".")[-2]
-            if magneto and module not in ("embedding", "head"):
-                gain = 1.0 if module in ("query", "key") else math.sqrt(math.log(2 * layers))
-                std = gain * math.sqrt(2 / sum(weight.shape))
-            else:
-                std = math.sqrt(2 / (5 * self.embedding.embedding_dim))
-                if module in ("out", "down"):
-                    std /= math.sqrt(2 * layers)
-            digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-            stream = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-            weight.copy_(torch.randn(weight.shape, generator=stream) * std)
+def new_decoder(run: Run) -> Decoder:
+    """The run's model on the meta device: shapes and names, no memory."""
+    with torch.device("meta"):
+        return Decoder(run.model, pattern_of(run.attention), run.data.context)
 
 
 def build_decoder(run: Run, device: torch.device) -> Decoder:
     """The run's model on `device`, its weights drawn from `train.seed`."""
-    with torch.device("meta"):
-        model = Decoder(run.model, pattern_of(run.attention), run.data.context)
+    model = new_decoder(run)
+    allocate(model, device)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(initial_weight(run.model, run.train.seed, name, weight.shape))
+    return model
+
+
+def allocate(model: nn.Module, device: torch.device) -> None:
+    """Give the parameters of a model on the meta device their memory, with anything in it."""
     try:
         model.to_empty(device=device)
     except RuntimeError as error:
@@ -135,8 +124,29 @@ def build_decoder(run: Run, device: torch.device) -> Decoder:
         raise UserError(
             f"a model of {count:,} parameters does not fit in the memory of {device}: {error}"
         ) from error
-    model.initialise(run.train.seed, magneto=run.model.sub_layer_norm)
-    return model
+
+
+def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
+    """A parameter as training begins with it: drawn from its own stream of (seed, name).
+
+    It depends neither on the device nor on what else is drawn, and so on no layout. Plain: normal
+    with std √(2/(5·hidden)) ("SmallInit", Nguyen & Salazar 2019), divided by √(2·layers) where a
+    projection ends in the residual stream. MAGNETO (Wang et al. 2022): Xavier, with gain
+    √(ln 2·layers) on value, out and MLP projections.
+    """
+    if len(shape) == 1:
+        return torch.ones(shape)  # norms
+    module = name.split(".")[-2]
+    if model.sub_layer_norm and module not in ("embedding", "head"):
+        gain = 1.0 if module in ("query", "key") else math.sqrt(math.log(2 * model.layers))
+        std = gain * math.sqrt(2 / sum(shape))
+    else:
+        std = math.sqrt(2 / (5 * model.hidden))
+        if module in ("out", "down"):
+            std /= math.sqrt(2 * model.layers)
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    stream = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    return torch.randn(shape, generator=stream) * std
 
 
 def count_parameters(model: Model) -> int:

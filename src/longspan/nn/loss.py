@@ -34,13 +34,15 @@ def cross_entropy_sum(
     hidden: (..., width); weight: (vocab, width); targets: integers (...), −100 where there is no
     loss. The product is taken in the autocast type where autocast is on, the softmax in float32
     (float64 for float64 inputs). A `weight` that is sharded by rows gives the same sum on every
-    rank of its mesh.
+    rank of its mesh; `hidden` that is sharded by tokens is gathered first.
     """
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
             "expected hidden (..., width), weight (vocab, width) and targets (...), got "
             f"{tuple(hidden.shape)}, {tuple(weight.shape)} and {tuple(targets.shape)}"
         )
+    if isinstance(hidden, DTensor):
+        hidden = hidden.full_tensor()
     device = hidden.device.type
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -56,6 +58,8 @@ def cross_entropy_sum(
 
 def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden (..., width) · weightᵀ: (..., vocab), whole on every rank of a sharded weight."""
+    if isinstance(hidden, DTensor):
+        hidden = hidden.full_tensor()
     own, _, group = _own_rows(weight)
     logits = linear(hidden, own)
     if group is None:
@@ -150,9 +154,12 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
-        # In place, for memory; a second backward is then refused by autograd's version check.
+        # In place, for memory, unless the graph is kept for another pass. (A second pass over a
+        # graph that was not kept is refused by autograd's version check.)
+        is_kept = torch._C._autograd._get_current_graph_task_keep_graph()
+        times = Tensor.mul if is_kept else Tensor.mul_
         return (
-            None if grad_hidden is None else grad_hidden.mul_(grad),
-            None if grad_weight is None else grad_weight.mul_(grad).to(ctx.weight_dtype),
+            None if grad_hidden is None else times(grad_hidden, grad),
+            None if grad_weight is None else times(grad_weight, grad).to(ctx.weight_dtype),
             *[None] * 4,
         )

@@ -1,7 +1,8 @@
 """A model placed on a mesh of processes: replicated, sharded, split by tensor, or all of these.
 
-- tensor: each rank holds some of the heads, of the MLP's width and of the vocabulary; activations
-  between blocks are whole. Applied first, see `tensor.py`.
+- pipeline: each rank holds some of the layers, see `pipeline.py`.
+- tensor: each rank holds some of the heads, of the MLP's width and of the vocabulary, see
+  `tensor.py`.
 - replicate alone: every rank holds the model; DDP sums the gradients.
 - shard: FSDP2 splits parameters, gradients and optimizer state over the axis; with replicate beside
   it, each group of ranks shards a copy (hybrid sharding).
@@ -10,6 +11,9 @@ With ZeRO stage 1 gradients stay whole until a step's last micro-batch; with 2 t
 micro-batch are scattered at once; with 3 parameters too are dropped after each block's forward pass
 and gathered again for its backward pass. All three keep one share of the optimizer's state.
 
+The model comes on the meta device. What a rank does not hold is taken away or split first, then its
+own part gets memory and its initial weights: no rank ever holds more.
+
 The loss of a step is one sum over all its tokens, so gradients are summed over ranks. DDP and FSDP
 average them; the loss is multiplied by the number of ranks beforehand.
 """
@@ -17,22 +21,42 @@ average them; the loss is multiplied by the number of ranks beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from longspan.config import Layout
+from longspan.config import Layout, Run
 from longspan.models import Decoder
+from longspan.models.decoder import allocate, initial_weight
+from longspan.parallel.pipeline import Around, Pipelined, keep_own_layers
+from longspan.parallel.remat import rematerialised
 from longspan.parallel.tensor import split_by_tensor
 from longspan.parallel.world import World
+
+MESH_AXES = ("pipeline", "replicate", "shard", "tensor")
+"""From the ranks that talk least to those that talk most, which are neighbours."""
+
+WRAPPER = "_checkpoint_wrapped_module."
+"""What torch's checkpoint wrapper puts into the names of parameters."""
 
 
 class Placement:
@@ -42,6 +66,7 @@ class Placement:
         self.world, self.zero = world, layout.zero
         self.ranks = layout.resolve(world.size)
         self._mesh = mesh
+        self._has_tied_copy = False
 
     @property
     def data_ranks(self) -> int:
@@ -57,24 +82,87 @@ class Placement:
         first = (replica * self.ranks["shard"] + part) * share
         return indices[first : first + share]
 
-    def place(self, model: Decoder) -> nn.Module:
-        """What to call in a training step; `model` itself is placed in the same move."""
-        if self._mesh is None:
-            return model
-        if self.ranks["tensor"] > 1:
-            split_by_tensor(model, self._mesh["tensor"])
-        if self.data_ranks == 1:
-            return model
-        if self.ranks["shard"] == self.ranks["tensor"] == 1:
-            on = [self.world.local_rank] if self._mesh.device_type == "cuda" else None
-            return DistributedDataParallel(model, device_ids=on, gradient_as_bucket_view=True)
+    def place(
+        self, model: Decoder, run: Run, device: torch.device, around: Around = nullcontext
+    ) -> nn.Module:
+        """What to call in a training step: `model`, wrapped or taken apart.
+
+        `model`, from the meta device, keeps the parameters of this rank under their names, on
+        `device` and initialised. `around`: the context of a forward pass, where stages of a
+        pipeline must enter it themselves.
+        """
+        parts: list[nn.Module] = [model]
+        module: nn.Module = model
+        if self._mesh is not None and self.ranks["pipeline"] > 1:
+            self._has_tied_copy = model.head is None
+            keep_own_layers(model, run, self._mesh["pipeline"])
+        if self._mesh is not None and self.ranks["tensor"] > 1:
+            split_by_tensor(model, self._mesh["tensor"], split_norms=run.layout.split_norms)
+        for index, block in enumerate(model.blocks):
+            if run.train.compile is True:
+                block.compile(fullgraph=True)
+            model.blocks[index] = rematerialised(block, run.train)
+        if self._mesh is not None and self.ranks["pipeline"] > 1:
+            module = pipelined = Pipelined(model, run, self._mesh["pipeline"], around)
+            parts = list(pipelined.stages)
+        replicates_only = self.ranks["replicate"] == self.world.size
+        if self._mesh is not None and self.data_ranks > 1 and not replicates_only:
+            for part in parts:
+                self._shard(part, self._mesh, offload=run.layout.offload)
+        for part in parts:
+            allocate(part, torch.device("cpu") if run.layout.offload else device)
+        with torch.no_grad():
+            for name, weight in self.named_parameters(model):
+                drawn = initial_weight(run.model, run.train.seed, name, weight.shape)
+                weight.copy_(like(drawn, weight))
+        if isinstance(module, Pipelined):
+            at_once = run.train.micro_batch * self.data_ranks
+            token_parts = self.ranks["tensor"] if run.layout.split_norms else 1
+            module.set_up(run.train.global_batch // at_once, token_parts, device)
+        if self._mesh is not None and replicates_only:
+            on = [self.world.local_rank] if device.type == "cuda" else None
+            copy = DistributedDataParallel(
+                model, device_ids=on, gradient_as_bucket_view=True, init_sync=False
+            )
+            _compress(copy, run.layout.compress)
+            return copy
+        return module
+
+    def _shard(self, part: nn.Module, mesh: DeviceMesh, *, offload: bool) -> None:
         hybrid = self.ranks["replicate"] > 1
-        mesh = self._mesh["replicate", "shard"] if hybrid else self._mesh["shard"]
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, reshard_after_forward=self.zero == 3)
-        fully_shard(model, mesh=mesh)  # the embedding is needed to the end: for the head
-        register_fsdp_forward_method(model, "next_logits")
-        return model
+        within = mesh["replicate", "shard"] if hybrid else mesh["shard"]
+        policy = CPUOffloadPolicy(mesh.device_type == "cuda") if offload else OffloadPolicy()
+        shard = partial(fully_shard, mesh=within, offload_policy=policy)
+        assert isinstance(part.blocks, nn.ModuleList)
+        for block in part.blocks:
+            shard(block, reshard_after_forward=self.zero == 3)
+        shard(part)  # the embedding is needed to the end: for the head
+        if isinstance(part, Decoder):
+            register_fsdp_forward_method(part, "next_logits")
+
+    def named_parameters(self, model: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters by the names they have in one process.
+
+        A second copy of a tied embedding has its name too.
+        """
+        for name, parameter in model.named_parameters():
+            is_copy = self._has_tied_copy and name == "head.weight"
+            yield "embedding.weight" if is_copy else name.replace(WRAPPER, ""), parameter
+
+    def collected(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The tensors of all ranks, whole; only the main rank gets those of other stages."""
+        gathered = {name: whole(x) for name, x in tensors.items()}
+        if self._mesh is None or self.ranks["pipeline"] == 1:
+            return gathered
+        axes = [axis for axis in MESH_AXES if axis != "pipeline"]
+        if any(self._mesh.get_local_rank(axis) for axis in axes):
+            return gathered  # another rank of the same stage sends them
+        on_cpu = {name: x.cpu() for name, x in gathered.items()}
+        found: list[Any] | None = None
+        if self.world.is_main:
+            found = [None] * self.ranks["pipeline"]
+        dist.gather_object(on_cpu, found, dst=0, group=self._mesh.get_group("pipeline"))
+        return {name: x for part in reversed(found or [on_cpu]) for name, x in part.items()}
 
     @contextmanager
     def micro_batch(self, module: nn.Module, *, is_last: bool) -> Iterator[None]:
@@ -85,32 +173,43 @@ class Placement:
         with module.no_sync() if waits else nullcontext():  # type: ignore[operator]
             yield
 
+    def scaler(self, device: torch.device, *, enabled: bool) -> torch.amp.GradScaler:
+        """A gradient scaler under which all ranks take a step or none does."""
+        if self._mesh is None:
+            return torch.amp.GradScaler(device.type, enabled=enabled)
+        return ShardedGradScaler(device.type, enabled=enabled, process_group=dist.group.WORLD)
+
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks that read different samples."""
-        for axis in ("replicate", "shard"):
+        """The sum of `x` over the ranks that read different samples, and those of the pipeline."""
+        for axis in ("replicate", "shard", "pipeline"):
             if self._mesh is not None and self.ranks[axis] > 1:
                 dist.all_reduce(x, group=self._mesh.get_group(axis))
         return x
 
     @torch.no_grad()
-    def clip_gradients(self, parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
+    def clip_gradients(self, model: Decoder, limit: float) -> Tensor:
         """Scale the gradients so that their norm, over all ranks, is at most `limit`.
 
         Returns the norm before. A gradient that several ranks hold counts once.
         """
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        parts = [
-            (g.to_local() if isinstance(g, DTensor) else g).float().square().sum()
-            / (self.world.size / _shards(g))
-            for g in gradients
-        ]
-        squares = torch.stack(parts).sum()
+        copies = self.world.size / self.ranks["pipeline"]
+        squares, gradients = [], []
+        for name, p in model.named_parameters():
+            if p.grad is None:
+                continue
+            if isinstance(p, DTensor) and isinstance(p.grad, DTensor):
+                p.grad = p.grad.redistribute(placements=p.placements)  # sums still to be taken
+            g = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            gradients.append(g)
+            if not (self._has_tied_copy and name == "head.weight"):
+                squares.append(g.float().square().sum() / (copies / _shards(p.grad)))
+        total = torch.stack(squares).sum() if squares else torch.zeros(())
         if self._mesh is not None:
-            dist.all_reduce(squares)
-        norm = squares.sqrt()
+            dist.all_reduce(total)
+        norm = total.sqrt()
         factor = (limit / (norm + 1e-6)).clamp(max=1.0)
         for g in gradients:
-            (g.to_local() if isinstance(g, DTensor) else g).mul_(factor)
+            g.mul_(factor)
         return norm
 
     def any(self, flag: bool) -> bool:
@@ -120,6 +219,20 @@ class Placement:
         flags = torch.tensor(int(flag))  # on the CPU: no waiting for a GPU
         dist.all_reduce(flags, op=dist.ReduceOp.MAX)
         return bool(flags)
+
+
+def _compress(model: DistributedDataParallel, how: str) -> None:
+    """Let `model` send gradients in 16 bits, or matrices as a product of rank 1 (PowerSGD).
+
+    PowerSGD adds what it left out of one step to the next, and what it left out of the last step
+    before a checkpoint is lost.
+    """
+    if how == "bf16":
+        # torch keeps its own hook, which it knows by name, to NCCL; gloo can do it too.
+        group = dist.distributed_c10d._get_default_group()
+        model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(group, bucket))
+    if how == "powersgd":
+        model.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=10), powerSGD_hook)
 
 
 def _shards(x: Tensor) -> int:
@@ -154,8 +267,8 @@ def placement(layout: Layout, world: World, device: torch.device) -> Iterator[Pl
     if not joined:
         dist.init_process_group(backend, timeout=timedelta(minutes=10))
     ranks = layout.resolve(world.size)
-    names = ("replicate", "shard", "tensor")
-    mesh = init_device_mesh(device.type, tuple(ranks[name] for name in names), mesh_dim_names=names)
+    sizes = tuple(ranks[name] for name in MESH_AXES)
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=MESH_AXES)
     yield Placement(layout, world, mesh)
     if not joined:
         dist.barrier()  # a rank that leaves first would break those still talking to it

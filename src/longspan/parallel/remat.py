@@ -11,11 +11,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from longspan.config import Train
-from longspan.models import Decoder
 
 KEPT = {
     torch.ops.aten.mm.default,
@@ -30,15 +30,14 @@ KEPT = {
 """What costs most to compute and is kept under "selective"."""
 
 
-def rematerialise(model: Decoder, train: Train) -> None:
-    """Let each block of `model` forget its activations as `train.remat` says."""
+def rematerialised(block: nn.Module, train: Train) -> nn.Module:
+    """`block`, forgetting its activations as `train.remat` says."""
     if train.remat == "none":
-        return
+        return block
     options: dict[str, Any] = {"preserve_rng_state": False}
     if train.remat == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpoint_wrapper(block, **options)
+    return checkpoint_wrapper(block, **options)
 
 
 def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from longspan.attention import KVCache
 from longspan.data.tokenizer import Tokenizer, tokenizer_beside
 from longspan.errors import UserError
-from longspan.models import Decoder
 from longspan.training.device import autocast
 from longspan.training.state import load_trained
 
@@ -18,9 +20,19 @@ COLD = 1e-6
 """Below this temperature the best token is taken: dividing by it would overflow."""
 
 
+class Predictor(Protocol):
+    """A decoder, or one whose layers lie on several ranks."""
+
+    def new_caches(self) -> list[KVCache]: ...
+
+    def next_logits(self, tokens: Tensor, caches: list[KVCache]) -> Tensor: ...
+
+    def parameters(self) -> Iterator[nn.Parameter]: ...
+
+
 @torch.no_grad()
 def complete(
-    model: Decoder,
+    model: Predictor,
     tokenizer: Tokenizer,
     prompt: str,
     *,
@@ -34,7 +46,7 @@ def complete(
 
     Keys and values are cached. A text that outgrows `context` goes on from its last half.
     """
-    device = model.embedding.weight.device
+    device = next(model.parameters()).device
     tokens = encode_prompt(tokenizer, prompt)
     stream = torch.Generator().manual_seed(seed)
     caches, unseen = model.new_caches(), tokens[-context:]

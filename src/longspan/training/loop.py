@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from longspan import checkpoint
-from longspan.config import Run, Train, derived_values
+from longspan.config import Run, derived_values
 from longspan.data import Baseline, Sample, Source, batch_of, count_targets, open_source
 from longspan.errors import Diverged, Stopped
-from longspan.models import Decoder, build_decoder
+from longspan.models import count_parameters, new_decoder
+from longspan.parallel.pipeline import Pipelined
 from longspan.parallel.placement import Placement, placement
-from longspan.parallel.remat import offloaded, rematerialise
+from longspan.parallel.remat import offloaded
 from longspan.parallel.world import World
 from longspan.tracking import MetricsFile, Reporter
 from longspan.training.device import autocast, choose_device, resolve
 from longspan.training.folder import CHECKPOINTS, check_run_folder, open_run_folder
-from longspan.training.generation import complete, encode_prompt
+from longspan.training.generation import Predictor, complete, encode_prompt
 from longspan.training.meter import Meter
+from longspan.training.optimizer import build_optimizer, set_learning_rate
 from longspan.training.schedule import learning_rate
 from longspan.training.state import State, resume_key
 from longspan.training.stopping import StopRequest
@@ -71,22 +76,19 @@ def _train(
     baseline = source.baseline(validation) if validation else None
 
     torch.manual_seed(run.train.seed)
-    model = build_decoder(run, device)
-    if run.train.compile:
-        for block in model.blocks:
-            block.compile(fullgraph=True)
-    rematerialise(model, run.train)
-    module = placed.place(model)
-    scaler = torch.amp.GradScaler(device.type, enabled=run.train.precision == "fp16")
-    state = State(model, build_optimizer(model, run.train), scaler)
+    model = new_decoder(run)
+    module = placed.place(model, run, device, partial(forward_context, run))
+    reader = module if isinstance(module, Pipelined) else model
+    scaler = placed.scaler(device, enabled=run.train.precision == "fp16")
+    state = State(model, build_optimizer(model, run.train), scaler, placed)
     saved = checkpoint.latest(run_dir / CHECKPOINTS) if resume else None
     trained_with = resume_key(run, source)
     if saved:
-        state.restore(checkpoint.load(saved), trained_with)
+        state.restore(checkpoint.load(saved), run, trained_with)
 
     if is_main:
         open_run_folder(run, run_dir, device, source)
-    meter = Meter(run, model, device, state.step, placed.world.size)
+    meter = Meter(run, device, state.step, placed.world.size)
     metrics_file = run_dir / "metrics.jsonl" if is_main else None
     with (
         StopRequest() as stop,
@@ -96,7 +98,7 @@ def _train(
         reporter.say(
             f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
         )
-        reporter.facts(describe(run, model, source, placed.world.size))
+        reporter.facts(describe(run, module, source, placed.world.size))
         if not validation:
             reporter.say("no evaluation: the validation split holds less than one sample")
         ended = state.step >= run.train.steps
@@ -116,19 +118,22 @@ def _train(
             with meter.paused():
                 if saves:
                     keep = run.checkpoint.keep
-                    state.save(run_dir / CHECKPOINTS, trained_with, keep=keep, is_main=is_main)
+                    state.save(run_dir / CHECKPOINTS, trained_with, keep=keep)
                 if not ended and due(state.step, run.train.eval_every):
-                    found = evaluate(model, validation, run, device, stop, placed)
+                    found = evaluate(reader, validation, run, device, stop, placed)
                     report_validation(reporter, metrics, state.step, found, baseline)
 
-        validation_loss = evaluate(model, validation, run, device, stop, placed)
+        validation_loss = evaluate(reader, validation, run, device, stop, placed)
         if stop.requested:
             raise Stopped(
                 f"stopped at step {state.step} of {run.train.steps}, checkpoint saved; go on with\n"
                 f"  longspan train --resume {run_dir}"
             )
         report_validation(reporter, metrics, state.step, validation_loss, baseline)
-        sample = sample_text(model, source, run, device)
+        splits_tokens = run.layout.split_norms and placed.ranks["tensor"] > 1
+        if splits_tokens and run.track.prompt:
+            reporter.say("no sample: one token does not split over ranks; see longspan generate")
+        sample = None if splits_tokens else sample_text(reader, source, run)
     return Result(
         run_dir=str(run_dir),
         step=state.step,
@@ -158,22 +163,20 @@ def train_step(
     train = run.train
     indices = range(state.samples, state.samples + train.global_batch)
     tokens_with_loss = max(1, sum(source.targets_in(train.seed, index) for index in indices))
-    for group in state.optimizer.param_groups:
-        group["lr"] = learning_rate(train, state.step)
-    total = torch.zeros((), device=device)
-    own = placed.own(indices)
-    for start in range(0, len(own), train.micro_batch):
-        micro = own[start : start + train.micro_batch]
-        batch = batch_of([source.sample(train.seed, index) for index in micro], device)
-        with placed.micro_batch(module, is_last=start + train.micro_batch >= len(own)):
-            with autocast(run), offloaded(train):
-                loss = module(batch.tokens, batch.targets) / tokens_with_loss
-            # The ranks' gradients are averaged and should be summed.
-            state.scaler.scale(loss * placed.data_ranks).backward()
-        total += loss.detach()
+    set_learning_rate(state.optimizer, learning_rate(train, state.step))
+    samples = [source.sample(train.seed, index) for index in placed.own(indices)]
+    # The ranks' gradients are averaged and should be summed.
+    scale = torch.tensor(placed.data_ranks / tokens_with_loss, device=device)
+    if isinstance(module, Pipelined):
+        batch = batch_of(samples, device)
+        total = module.backward(batch.tokens, batch.targets, state.scaler.scale(scale))
+        total /= state.scaler.scale(scale) / scale
+    else:
+        total = accumulate(module, samples, scale, state.scaler, placed, run, device)
+    total /= placed.data_ranks
     placed.sum(total)
     state.scaler.unscale_(state.optimizer)
-    grad_norm = placed.clip_gradients(state.model.parameters(), train.clip or math.inf)
+    grad_norm = placed.clip_gradients(state.model, train.clip or math.inf)
     state.scaler.step(state.optimizer)
     state.scaler.update()
     state.optimizer.zero_grad()
@@ -182,9 +185,37 @@ def train_step(
     return total, grad_norm
 
 
+def accumulate(
+    module: nn.Module,
+    samples: list[Sample],
+    scale: Tensor,
+    scaler: torch.amp.GradScaler,
+    placed: Placement,
+    run: Run,
+    device: torch.device,
+) -> Tensor:
+    """Gradients of scale · loss over `samples`, by micro-batches; returns scale · loss."""
+    total, size = torch.zeros((), device=device), run.train.micro_batch
+    for start in range(0, len(samples), size):
+        batch = batch_of(samples[start : start + size], device)
+        with placed.micro_batch(module, is_last=start + size >= len(samples)):
+            with forward_context(run):
+                loss = module(batch.tokens, batch.targets) * scale
+            scaler.scale(loss).backward()
+        total += loss.detach()
+    return total
+
+
+@contextmanager
+def forward_context(run: Run) -> Iterator[None]:
+    """The precision of a forward pass in training, and where its activations wait."""
+    with autocast(run), offloaded(run.train):
+        yield
+
+
 @torch.no_grad()
 def evaluate(
-    model: Decoder,
+    model: nn.Module,
     samples: list[Sample],
     run: Run,
     device: torch.device,
@@ -206,28 +237,14 @@ def evaluate(
     return total / max(1, count_targets(samples)) if samples else None
 
 
-def build_optimizer(model: Decoder, train: Train) -> torch.optim.Optimizer:
-    """AdamW, fused; matrices decay, norms do not."""
-    parameters = list(model.parameters())
-    return torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
-            {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
-        ],
-        lr=train.peak_lr,
-        betas=(train.beta1, train.beta2),
-        eps=train.eps,
-        fused=True,
-    )
-
-
-def describe(run: Run, model: Decoder, source: Source, world: int) -> dict[str, str]:
+def describe(run: Run, module: nn.Module, source: Source, world: int) -> dict[str, str]:
     """What is printed once at the start."""
-    parameters = sum(p.numel() for p in model.parameters())
+    pipeline = {"pipeline": module.describe()} if isinstance(module, Pipelined) else {}
     return {
-        "model": f"{run.model.preset}, {parameters:,} parameters",
+        "model": f"{run.model.preset}, {count_parameters(run.model):,} parameters",
         "data": source.describe(),
         **derived_values(run, world),
+        **pipeline,
         "device": f"{run.train.device}, {run.train.precision}"
         + (", compiled" if run.train.compile else ""),
     }
@@ -246,7 +263,7 @@ def report_validation(
     reporter.say(f"step {step}  validation loss {loss:.4f}  {baseline.name} {baseline.nats:.4f}")
 
 
-def sample_text(model: Decoder, source: Source, run: Run, device: torch.device) -> str | None:
+def sample_text(model: Predictor, source: Source, run: Run) -> str | None:
     """A continuation of `track.prompt`, where the data is text and the prompt is not empty."""
     if source.tokenizer is None or not run.track.prompt:
         return None

@@ -14,17 +14,18 @@ from torch import Tensor
 from longspan.attention import pattern_of
 from longspan.config import Run
 from longspan.hardware import peak_flops
-from longspan.models import Decoder
+from longspan.models import new_decoder
 from longspan.training.device import peak_memory
 from longspan.training.state import State
 
 
-def flops_per_sample(run: Run, model: Decoder) -> float:
+def flops_per_sample(run: Run) -> float:
     """Forward and backward FLOPs of one sequence: 6 per matrix weight and token, and attention.
 
     As is usual for MFU, backward counts as twice forward: what a kernel computes again is no work
     of the model. An embedding that is not also the head is looked up, not multiplied by.
     """
+    model = new_decoder(run)
     weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
     if model.head is not None:
         weights -= model.embedding.weight.numel()
@@ -37,11 +38,9 @@ def flops_per_sample(run: Run, model: Decoder) -> float:
 class Meter:
     """Collects losses and time between two lines of metrics."""
 
-    def __init__(
-        self, run: Run, model: Decoder, device: torch.device, step: int, world: int = 1
-    ) -> None:
+    def __init__(self, run: Run, device: torch.device, step: int, world: int = 1) -> None:
         self._run, self._device = run, device
-        self._flops = flops_per_sample(run, model)
+        self._flops = flops_per_sample(run)
         self._peak = None  # of 16-bit products, so it says nothing of a float32 run
         if device.type == "cuda" and run.train.precision != "fp32":
             one = peak_flops(torch.cuda.get_device_name(device))
@@ -75,7 +74,7 @@ class Meter:
             "step": state.step,
             "tokens": state.samples * self._run.data.context,
             "loss": self.last_loss,
-            "lr": state.optimizer.param_groups[0]["lr"],
+            "lr": float(state.optimizer.param_groups[0]["lr"]),
             "grad_norm": grad_norm.item(),
             "tokens_per_s": rate,
             "mfu": self._flops * samples_per_s / self._peak if self._peak else None,

@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan import checkpoint
 from longspan.checkpoint import Checkpoint
 from longspan.config import Run
 from longspan.data import Source
 from longspan.errors import Diverged, UserError, first_problem
-from longspan.models import Decoder, build_decoder
-from longspan.parallel.placement import like, whole
+from longspan.models import Decoder, build_decoder, new_decoder
+from longspan.parallel.placement import Placement, like
 from longspan.runfile import ONE_PROCESS, load_run, saved_run_file
 from longspan.training.device import choose_device, resolve
 from longspan.training.folder import CHECKPOINTS
+from longspan.training.optimizer import load_moment, moments
 
 
 class Scalars(BaseModel):
@@ -56,22 +57,23 @@ class State:
     model: Decoder
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
+    placed: Placement
     step: int = 0
     samples: int = 0
     """Position in the data: how many samples of the endless order have been used."""
 
-    def save(
-        self, folder: Path, trained_with: dict[str, Any], *, keep: int, is_main: bool = True
-    ) -> None:
+    def save(self, folder: Path, trained_with: dict[str, Any], *, keep: int) -> None:
         """Write a checkpoint that can be resumed under the same `trained_with`.
 
         Every rank must call it; the main one writes.
         """
-        weights = {name: whole(x) for name, x in self.model.state_dict().items()}
+        own = {name: p.detach() for name, p in self.placed.named_parameters(self.model)}
+        weights = self.placed.collected(own)
         if not all(torch.isfinite(weight).all() for weight in weights.values()):
             raise Diverged(f"weights are not finite after step {self.step}: lower train.lr")
-        groups = {"model": weights, "optimizer": self._optimizer_tensors(), "rng": _rng()}
-        if not is_main:
+        optimizer = self.placed.collected(self._optimizer_tensors())
+        groups = {"model": weights, "optimizer": optimizer, "rng": _rng()}
+        if not self.placed.world.is_main:
             return
         scalars = Scalars(
             samples=self.samples, scaler=self.scaler.state_dict(), trained_with=trained_with
@@ -79,7 +81,7 @@ class State:
         checkpoint.save(folder, self.step, groups, scalars.model_dump())
         checkpoint.prune(folder, keep)
 
-    def restore(self, saved: Checkpoint, trained_with: dict[str, Any]) -> None:
+    def restore(self, saved: Checkpoint, run: Run, trained_with: dict[str, Any]) -> None:
         """Take over a checkpoint, which must be of the same model and order of samples."""
         try:
             scalars = Scalars.model_validate(saved.state)
@@ -91,7 +93,7 @@ class State:
                     f"{saved.path} was trained with {key} = {was}, and the run has "
                     f"{trained_with.get(key)}: set it back, or start a new run"
                 )
-        load_weights(self.model, saved)
+        load_weights(run, self.placed.named_parameters(self.model), saved)
         self._load_optimizer(saved.groups["optimizer"])
         if scalars.scaler and self.scaler.is_enabled():
             self.scaler.load_state_dict(scalars.scaler)
@@ -100,32 +102,38 @@ class State:
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         return {
-            f"{name}.{key}": whole(value)
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state[parameter].items()
+            f"{name}.{key}": value
+            for name, parameter in self.placed.named_parameters(self.model)
+            for key, value in moments(self.optimizer, parameter)
         }
 
     def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        parameters = dict(self.model.named_parameters())
+        of_parameter: dict[str, dict[str, Tensor]] = {}
         for full_name, value in tensors.items():
             name, key = full_name.rsplit(".", 1)
-            parameter = parameters[name]
-            # A fused optimizer keeps its step counter beside the parameter too.
-            placed = like(value, parameter) if value.dim() else value.to(parameter.device)
-            self.optimizer.state[parameter][key] = placed
+            of_parameter.setdefault(name, {})[key] = value
+        for name, parameter in self.placed.named_parameters(self.model):
+            for key, value in of_parameter.get(name, {}).items():
+                load_moment(self.optimizer, parameter, key, value)
 
 
-def load_weights(model: Decoder, saved: Checkpoint) -> None:
-    """Put a checkpoint's weights into `model`, or say which tensor does not fit."""
-    own, found = model.state_dict(), saved.groups["model"]
-    for name in sorted(own.keys() | found.keys()):
-        shapes = [tuple(t[name].shape) if name in t else None for t in (own, found)]
-        if shapes[0] != shapes[1]:
+def load_weights(
+    run: Run, parameters: Iterable[tuple[str, nn.Parameter]], saved: Checkpoint
+) -> None:
+    """Put a checkpoint's weights into `parameters`, or say which tensor of the run does not fit."""
+    found = saved.groups["model"]
+    shapes = {name: p.shape for name, p in new_decoder(run).named_parameters()}
+    for name in sorted(shapes.keys() | found.keys()):
+        here = tuple(shapes[name]) if name in shapes else None
+        there = tuple(found[name].shape) if name in found else None
+        if here != there:
             raise UserError(
-                f"the run's model and {saved.path} differ at {name}: the run has {shapes[0]}, the "
-                f"checkpoint {shapes[1]}; resume with the [model] it was trained with"
+                f"the run's model and {saved.path} differ at {name}: the run has {here}, the "
+                f"checkpoint {there}; resume with the [model] it was trained with"
             )
-    model.load_state_dict({name: like(found[name], own[name]) for name in own})
+    with torch.no_grad():
+        for name, parameter in parameters:
+            parameter.copy_(like(found[name], parameter))
 
 
 def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
@@ -139,7 +147,7 @@ def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
         raise UserError(f"{run_dir} holds no checkpoint yet")
     saved = checkpoint.load(path, groups=("model",))
     model = build_decoder(run, device)
-    load_weights(model, saved)
+    load_weights(run, model.named_parameters(), saved)
     return run, model, saved.step
 
 

@@ -1,0 +1,265 @@
+"""What must hold between the values of a run file, and what to change where it does not."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from longspan.config import (
+    BLOCK_SPARSE_KEYS,
+    DILATED_KEYS,
+    Attention,
+    Data,
+    Layout,
+    Model,
+    Section,
+    Train,
+    block_problem,
+    branch_problems,
+    layout_problems,
+)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing wrong with a run file: where, and what to do about it."""
+
+    path: str
+    message: str
+
+
+def _model_rules(model: Model) -> list[Problem]:
+    problems = []
+    if model.hidden % model.heads:
+        most = min(model.heads, model.hidden, 1024)
+        below = max(h for h in range(1, most + 1) if model.hidden % h == 0)
+        problems.append(
+            Problem(
+                "model.heads",
+                f"{model.heads} does not divide model.hidden = {model.hidden}: use {below}, "
+                f"or hidden = {math.ceil(model.hidden / model.heads / 2) * model.heads * 2}",
+            )
+        )
+    elif model.head_dim % 2:
+        problems.append(
+            Problem(
+                "model.heads",
+                f"hidden / heads = {model.head_dim} must be even for rotary embedding: "
+                f"change model.heads = {model.heads} or model.hidden = {model.hidden}",
+            )
+        )
+    if model.heads % model.kv_heads:
+        most = min(model.kv_heads, model.heads, 1024)
+        below = max(h for h in range(1, most + 1) if model.heads % h == 0)
+        problems.append(
+            Problem(
+                "model.kv_heads",
+                f"{model.kv_heads} does not divide model.heads = {model.heads}: use {below}",
+            )
+        )
+    return problems
+
+
+def _attention_rules(attention: Attention) -> list[Problem]:
+    useless = (() if attention.kind == "dilated" else DILATED_KEYS) + (
+        () if attention.kind == "block_sparse" else BLOCK_SPARSE_KEYS
+    )
+    problems = [
+        Problem(f"attention.{key}", f'has no use with kind = "{attention.kind}": remove it')
+        for key in useless
+        if getattr(attention, key)
+    ]
+    if attention.kind == "dilated":
+        problems += [
+            Problem("attention.segment_lengths", message)
+            for message in branch_problems(attention.segment_lengths, attention.dilation_rates)
+        ]
+    if attention.kind == "block_sparse":
+        problems += [
+            Problem(f"attention.{key}", message)
+            for key in ("local_window", "global_tokens")
+            if (message := block_problem(getattr(attention, key), attention.block_size))
+        ]
+    return problems
+
+
+def _train_rules(train: Train) -> list[Problem]:
+    problems = []
+    if train.global_batch % train.micro_batch:
+        above = math.ceil(train.global_batch / train.micro_batch) * train.micro_batch
+        problems.append(
+            Problem(
+                "train.global_batch",
+                f"{train.global_batch} is not a multiple of train.micro_batch = "
+                f"{train.micro_batch}: use {above}",
+            )
+        )
+    if train.lr_scaling != "none" and train.base_batch is None:
+        problems.append(
+            Problem(
+                "train.base_batch",
+                f'is needed by lr_scaling = "{train.lr_scaling}": set the global batch at which '
+                f"lr = {train.lr} was tuned",
+            )
+        )
+    if train.schedule == "wsd" and train.decay is None:
+        problems.append(
+            Problem(
+                "train.decay",
+                f'is needed by schedule = "wsd": set its steps, such as {train.steps // 5 or 1}',
+            )
+        )
+    elif train.schedule == "wsd" and train.warmup + (train.decay or 0) > train.steps:
+        problems.append(
+            Problem(
+                "train.decay",
+                f"warmup {train.warmup} + decay {train.decay} is more than train.steps = "
+                f"{train.steps}: lower one or raise steps",
+            )
+        )
+    if train.precision == "fp16" and train.device == "cpu":
+        problems.append(
+            Problem(
+                "train.precision", 'is "fp16", which needs a GPU: use "fp32" with device = "cpu"'
+            )
+        )
+    return problems
+
+
+def _recall_rules(model: Model, data: Data) -> list[Problem]:
+    if data.source != "recall":
+        return []
+    problems = []
+    if model.vocab < 16:
+        problems.append(
+            Problem("model.vocab", f'is {model.vocab}: source "recall" needs at least 16')
+        )
+    if data.context < 4 * data.recall_pairs + 2:
+        problems.append(
+            Problem(
+                "data.context",
+                f"is {data.context}: {data.recall_pairs} recall pairs need at least "
+                f"{4 * data.recall_pairs + 2}; lower data.recall_pairs or raise it",
+            )
+        )
+    if data.recall_pairs > model.vocab // 2:
+        problems.append(
+            Problem(
+                "data.recall_pairs",
+                f"is {data.recall_pairs}: a vocabulary of {model.vocab} has "
+                f"{model.vocab // 2} keys; lower it or raise model.vocab",
+            )
+        )
+    return problems
+
+
+def _pipeline_problems(
+    layout: Layout, ranks: Mapping[str, int], model: Model, train: Train
+) -> list[Problem]:
+    depth = ranks["pipeline"]
+    if depth == 1:
+        return []
+    problems = []
+    stages = depth * layout.stages_per_rank
+    if model.layers < stages:
+        problems.append(
+            Problem(
+                "layout.pipeline",
+                f'{depth} ranks of schedule "{layout.schedule}" have {stages} stages, and there '
+                f"are {model.layers} layers: use at most {model.layers // layout.stages_per_rank}",
+            )
+        )
+    at_once = train.micro_batch * ranks["replicate"] * ranks["shard"]
+    micro_batches = train.global_batch // at_once
+    is_whole = layout.schedule != "interleaved" or micro_batches % depth == 0
+    if micro_batches < depth or not is_whole:
+        rounds = max(1, micro_batches // depth)
+        kind = "a multiple of" if layout.schedule == "interleaved" else "at least"
+        problems.append(
+            Problem(
+                "train.global_batch",
+                f'schedule "{layout.schedule}" needs {kind} {depth} micro-batches per '
+                f"data-parallel rank, got {micro_batches}: use {rounds * depth * at_once}",
+            )
+        )
+    if layout.schedule == "zbv" and ranks["shard"] > 1 and layout.zero == 3:
+        message = (
+            'is 3, and schedule "zbv" needs parameters whole from a forward pass to its weight '
+            "gradients: use 2"
+        )
+        problems.append(Problem("layout.zero", message))
+    if layout.schedule == "zbv" and train.compile is True:
+        message = 'has no part in schedule "zbv", which takes backward passes apart: use false'
+        problems.append(Problem("train.compile", message))
+    return problems
+
+
+def _layout_rules(
+    layout: Layout, model: Model, data: Data, train: Train, world: int
+) -> list[Problem]:
+    if problems := layout_problems(layout.ranks(), world):
+        return [Problem("layout", message) for message in problems]
+    ranks = layout.resolve(world)
+    problems_found = [
+        Problem(f"layout.{axis}", f"is not there yet: use 1, got {ranks[axis]}")
+        for axis in ("sequence",)
+        if ranks[axis] > 1
+    ]
+    problems_found += _pipeline_problems(layout, ranks, model, train)
+    problems_found += [
+        Problem(
+            "layout.tensor",
+            f"{ranks['tensor']} does not divide model.{key} = {getattr(model, key)}: change one",
+        )
+        for key in ("heads", "kv_heads", "ffn", "vocab")
+        if getattr(model, key) % ranks["tensor"]
+    ]
+    if ranks["tensor"] > 1 and model.sub_layer_norm:
+        message = "with model.sub_layer_norm is not there yet: turn one off"
+        problems_found.append(Problem("layout.tensor", message))
+    if layout.split_norms and ranks["tensor"] > 1 and data.context % ranks["tensor"]:
+        message = f"with split_norms, {ranks['tensor']} does not divide data.context = "
+        problems_found.append(
+            Problem("layout.tensor", f"{message}{data.context}: change one, or split_norms = false")
+        )
+    if layout.compress != "none" and not 1 < ranks["replicate"] == world:
+        message = f'"{layout.compress}" has a use with layout.replicate alone: use "none"'
+        problems_found.append(Problem("layout.compress", message))
+    if layout.offload and ranks["shard"] == 1:
+        message = "is of sharded parameters, and there are none: use false, or layout.shard > 1"
+        problems_found.append(Problem("layout.offload", message))
+    data_ranks = ranks["replicate"] * ranks["shard"]
+    at_once = train.micro_batch * data_ranks
+    if train.global_batch % train.micro_batch == 0 and train.global_batch % at_once:
+        problems_found.append(
+            Problem(
+                "train.global_batch",
+                f"{train.global_batch} is not a multiple of train.micro_batch = "
+                f"{train.micro_batch} × {data_ranks} data-parallel ranks: "
+                f"use {math.ceil(train.global_batch / at_once) * at_once}",
+            )
+        )
+    return problems_found
+
+
+RULES: tuple[Callable[..., list[Problem]], ...] = (
+    _model_rules,
+    _attention_rules,
+    _train_rules,
+    _recall_rules,
+    _layout_rules,
+)
+
+
+def check_rules(sections: Mapping[str, Section], world: int | None) -> list[Problem]:
+    """Problems between values, from every rule of which all is known; `world`: processes."""
+    known: dict[str, Any] = {**sections, **({} if world is None else {"world": world})}
+    problems = []
+    for rule in RULES:
+        needs = inspect.signature(rule).parameters
+        if set(needs) <= set(known):
+            problems += rule(**{name: known[name] for name in needs})
+    return problems

@@ -1,0 +1,85 @@
+"""Moments in eight bits: nearly the same training, and the same checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from longspan.config import Run
+from longspan.parallel.world import World
+from longspan.runfile import load_run
+from longspan.training import train
+from tests.harness import Ranks
+
+EIGHT = "train.optimizer=adamw8bit"
+
+
+def run_of(*overrides: str, world: int = 1) -> Run:
+    small = [
+        "model.hidden=64",
+        "model.heads=2",
+        "data.context=256",
+        "attention.segment_lengths=[256]",
+        "attention.dilation_rates=[1]",
+        "train.steps=40",
+        "train.warmup=5",
+        "train.lr=0.003",
+        "train.global_batch=2",
+        "train.schedule=constant",
+        "track.log_every=1",
+        "track.prompt=",
+        "checkpoint.keep=10",
+    ]
+    return load_run(None, [*small, *overrides], world=world)
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [line["loss"] for line in map(json.loads, lines) if "loss" in line]
+
+
+def train_eagerly(run: Run, run_dir: Path, *, resume: bool = False, world: World | None = None):  # type: ignore[no-untyped-def]
+    with torch.compiler.set_stance("force_eager"):  # torchao compiles its step, which takes long
+        return train(run, run_dir, resume=resume, world=world)
+
+
+def test_eight_bits_train_as_thirty_two(tmp_path: Path) -> None:
+    train(run_of(), tmp_path / "32")
+    train_eagerly(run_of(EIGHT), tmp_path / "8")
+    exact, found = losses(tmp_path / "32"), losses(tmp_path / "8")
+    assert exact[-1] < 0.7 * exact[0]
+    last, expected = sum(found[-10:]) / 10, sum(exact[-10:]) / 10
+    assert last == pytest.approx(expected, rel=0.01)
+    assert found != exact
+
+
+def final(run_dir: Path, steps: int) -> dict[str, torch.Tensor]:
+    return load_file(run_dir / "checkpoints" / f"step-{steps:08d}" / "model.safetensors")
+
+
+def test_a_run_goes_on_with_the_same_eight_bits(tmp_path: Path) -> None:
+    train_eagerly(run_of(EIGHT, "train.steps=6"), tmp_path / "whole")
+    train_eagerly(run_of(EIGHT, "train.steps=3"), tmp_path / "parts")
+    train_eagerly(run_of(EIGHT, "train.steps=6"), tmp_path / "parts", resume=True)
+    whole, parts = final(tmp_path / "whole", 6), final(tmp_path / "parts", 6)
+    for name, weight in whole.items():
+        assert (parts[name] - weight).norm() <= 1e-6 * weight.norm(), name
+
+
+def train_rank(rank: int, world: int, overrides: list[str], run_dir: str, resume: bool) -> None:
+    run = run_of(*overrides, world=world)
+    train_eagerly(run, Path(run_dir), resume=resume, world=World(rank, world, rank))
+
+
+def test_sharded_eight_bits_go_on_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    """Within what eight bits are worth: a rank's small part of a tensor stays in 32 bits."""
+    train_eagerly(run_of(EIGHT, "train.steps=6"), tmp_path / "whole")
+    ranks.run(train_rank, 2, [EIGHT, "train.steps=3"], str(tmp_path / "parts"), False)
+    train_eagerly(run_of(EIGHT, "train.steps=6"), tmp_path / "parts", resume=True)
+    whole, parts = final(tmp_path / "whole", 6), final(tmp_path / "parts", 6)
+    for name, weight in whole.items():
+        assert (parts[name] - weight).norm() <= 5e-3 * weight.norm(), name
