@@ -191,3 +191,11 @@ def test_schema_describes_every_key() -> None:
 def test_config_imports_no_torch() -> None:
     code = "import sys, longspan.cli, longspan.runfile; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_a_schedule_that_torch_is_too_old_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    overrides = ["layout.pipeline=2", "layout.schedule=zbv", "train.global_batch=2"]
+    load_run(None, [*overrides, "model.layers=4"], world=2)
+    monkeypatch.setattr("longspan.rules.version", lambda _: "2.11.0+cu130")
+    with pytest.raises(UserError, match=r"needs torch 2\.13"):
+        load_run(None, [*overrides, "model.layers=4"], world=2)

@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from typing import Any
 
 from longspan.config import (
@@ -191,6 +192,12 @@ def _pipeline_problems(
             "gradients: use 2"
         )
         problems.append(Problem("layout.zero", message))
+    if layout.schedule == "zbv" and tuple(map(int, version("torch").split(".")[:2])) < (2, 13):
+        message = (
+            f'"zbv" needs torch 2.13, and this is {version("torch")}, which cannot take the '
+            'backward pass of a function in Python apart: use "interleaved"'
+        )
+        problems.append(Problem("layout.schedule", message))
     if layout.schedule == "zbv" and train.compile is True:
         message = 'has no part in schedule "zbv", which takes backward passes apart: use false'
         problems.append(Problem("train.compile", message))

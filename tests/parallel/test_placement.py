@@ -122,6 +122,8 @@ def test_a_layout_does_not_change_the_run(
     layout: list[str],
     tied: str,
 ) -> None:
+    if "layout.schedule=zbv" in layout and torch.__version__ < "2.13":
+        pytest.skip("needs torch 2.13")
     stages = 2 * load_run(None, layout, world=None).layout.pipeline
     model = (f"model.tied={tied}", f"model.layers={stages}")
     run_dir = tmp_path / "run"

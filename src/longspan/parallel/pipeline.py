@@ -108,16 +108,6 @@ def keep_own_layers(model: Decoder, run: Run, mesh: DeviceMesh) -> None:
         model.head = None
 
 
-class _ScheduledStage(PipelineStage):
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """Greetings to the ranks of the stages before and after.
-
-        Where "zbv" has two of them on one rank, torch 2.11 greets itself, which gloo cannot do.
-        """
-        greetings = super()._get_init_p2p_neighbors_ops()
-        return [greeting for greeting in greetings if greeting.group_peer != self.group_rank]
-
-
 class Pipelined(nn.Module):
     """A decoder whose stages lie on the ranks of the one-dimensional `mesh`."""
 
@@ -161,7 +151,7 @@ class Pipelined(nn.Module):
         ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
         loss = torch.empty(1, device="meta", requires_grad=True)
         stages = [
-            _ScheduledStage(
+            PipelineStage(
                 stage,
                 index,
                 len(self._costs),
