@@ -36,7 +36,7 @@ def test_a_layout_that_is_right_agrees(capsys: pytest.CaptureFixture[str]) -> No
         ([], "nothing to compare: set an axis, for example layout.shard=2"),
         (["layout.shard=2", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["layout.shard=3"], "× 3 data-parallel ranks: use 6"),
-        (["layout.sequence=2"], "layout.sequence  is not there yet"),
+        (["layout.sequence=3"], "layout.sequence  3 does not divide data.context"),
     ],
 )
 def test_wrong_input_is_told(

@@ -186,7 +186,7 @@ def _pipeline_problems(
                 f"data-parallel rank, got {micro_batches}: use {rounds * depth * at_once}",
             )
         )
-    if layout.schedule == "zbv" and ranks["shard"] > 1 and layout.zero == 3:
+    if layout.schedule == "zbv" and ranks["shard"] * ranks["sequence"] > 1 and layout.zero == 3:
         message = (
             'is 3, and schedule "zbv" needs parameters whole from a forward pass to its weight '
             "gradients: use 2"
@@ -210,12 +210,17 @@ def _layout_rules(
     if problems := layout_problems(layout.ranks(), world):
         return [Problem("layout", message) for message in problems]
     ranks = layout.resolve(world)
-    problems_found = [
-        Problem(f"layout.{axis}", f"is not there yet: use 1, got {ranks[axis]}")
-        for axis in ("sequence",)
-        if ranks[axis] > 1
-    ]
-    problems_found += _pipeline_problems(layout, ranks, model, train)
+    problems_found = _pipeline_problems(layout, ranks, model, train)
+    if data.context % ranks["sequence"]:
+        problems_found.append(
+            Problem(
+                "layout.sequence",
+                f"{ranks['sequence']} does not divide data.context = {data.context}: change one",
+            )
+        )
+    if ranks["sequence"] > 1 and train.compile is True:
+        message = "has no part in attention that fetches rows from other ranks: use false"
+        problems_found.append(Problem("train.compile", message))
     problems_found += [
         Problem(
             "layout.tensor",
@@ -227,15 +232,17 @@ def _layout_rules(
     if ranks["tensor"] > 1 and model.sub_layer_norm:
         message = "with model.sub_layer_norm is not there yet: turn one off"
         problems_found.append(Problem("layout.tensor", message))
-    if layout.split_norms and ranks["tensor"] > 1 and data.context % ranks["tensor"]:
-        message = f"with split_norms, {ranks['tensor']} does not divide data.context = "
-        problems_found.append(
-            Problem("layout.tensor", f"{message}{data.context}: change one, or split_norms = false")
+    tokens = data.context // ranks["sequence"]
+    if layout.split_norms and ranks["tensor"] > 1 and tokens % ranks["tensor"]:
+        message = (
+            f"with split_norms, {ranks['tensor']} does not divide the {tokens} tokens of a rank: "
+            "change data.context, or split_norms = false"
         )
+        problems_found.append(Problem("layout.tensor", message))
     if layout.compress != "none" and not 1 < ranks["replicate"] == world:
         message = f'"{layout.compress}" has a use with layout.replicate alone: use "none"'
         problems_found.append(Problem("layout.compress", message))
-    if layout.offload and ranks["shard"] == 1:
+    if layout.offload and ranks["shard"] * ranks["sequence"] == 1:
         message = "is of sharded parameters, and there are none: use false, or layout.shard > 1"
         problems_found.append(Problem("layout.offload", message))
     data_ranks = ranks["replicate"] * ranks["shard"]

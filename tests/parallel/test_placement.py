@@ -106,7 +106,15 @@ LAYOUTS = [
     (4, ["layout.pipeline=2", "layout.shard=2", "layout.zero=2", "layout.schedule=zbv"]),
     (4, ["layout.pipeline=2", "layout.replicate=2"]),
     (4, ["layout.pipeline=2", "layout.tensor=2", "layout.split_norms=true"]),
+    (4, ["layout.pipeline=2", "layout.replicate=2", "layout.schedule=zbv"]),
     (8, ["layout.pipeline=2", "layout.shard=2", "layout.tensor=2"]),
+    (2, ["layout.sequence=2"]),
+    (4, ["layout.sequence=4", "layout.zero=1"]),
+    (8, ["layout.sequence=8"]),
+    (4, ["layout.sequence=2", "layout.replicate=2"]),
+    (4, ["layout.sequence=2", "layout.pipeline=2", "layout.schedule=interleaved"]),
+    (4, ["layout.sequence=2", "layout.tensor=2", "layout.split_norms=true"]),
+    (8, ["layout.sequence=2", "layout.shard=2", "layout.tensor=2"]),
 ]
 
 
@@ -130,6 +138,28 @@ def test_a_layout_does_not_change_the_run(
     losses = ranks.run(train_rank, world, [*layout, *model], str(run_dir), False)
     assert len(set(losses)) == 1
     assert_same_run(run_dir, single(*model))
+
+
+KINDS = {
+    "dense": ["attention.kind=dense"],
+    "block sparse": [
+        "attention.kind=block_sparse",
+        "attention.block_size=8",
+        "attention.local_window=16",
+        "attention.sparsity=0.2",
+    ],
+}
+NO_BRANCHES = ["attention.segment_lengths=[]", "attention.dilation_rates=[]"]
+
+
+@pytest.mark.parametrize("layout", ["layout.sequence=4", "layout.tensor=4"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_nor_does_it_under_another_pattern(
+    ranks: Ranks, single: Callable[..., Path], tmp_path: Path, kind: str, layout: str
+) -> None:
+    pattern = (*NO_BRANCHES, *KINDS[kind])
+    ranks.run(train_rank, 4, [layout, *pattern], str(tmp_path / "run"), False)
+    assert_same_run(tmp_path / "run", single(*pattern))
 
 
 def test_a_run_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:

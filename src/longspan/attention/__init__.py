@@ -1,6 +1,7 @@
 """What is attended: patterns, the float64 oracle and the operator."""
 
 from longspan.attention.cache import KVCache
+from longspan.attention.exchange import Shards
 from longspan.attention.masked import Mask
 from longspan.attention.modules import (
     BlockSparseAttention,
@@ -11,6 +12,7 @@ from longspan.attention.operator import attend, choose_backend
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern, pattern_of
 from longspan.attention.picture import picture, picture_svg
+from longspan.attention.sharded import attend_sharded
 
 __all__ = [
     "BlockSparse",
@@ -22,8 +24,10 @@ __all__ = [
     "Mask",
     "MultiheadDilatedAttention",
     "Pattern",
+    "Shards",
     "attend",
     "attend_oracle",
+    "attend_sharded",
     "choose_backend",
     "pattern_of",
     "picture",

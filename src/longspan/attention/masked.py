@@ -40,24 +40,32 @@ def masked_attention(
     mask: Mask,
     scale: float,
     key_positions: Tensor | None = None,
+    *,
+    first_query: int | None = None,
+    tokens: int | None = None,
 ) -> Tensor:
     """q (batch, queries, heads, head_dim); k, v (batch, keys, kv_heads, head_dim).
 
     `key_positions`, int64 (keys,) and rising, says where the keys stand when not at 0, 1, 2…; it
-    must hold every position that the queries, which end with its last, see.
+    must hold every position that the queries see. The queries follow one another from
+    `first_query`; unless given, causal ones end with the last key, others begin at 0. `tokens` is
+    the length of the sequence where it goes on after the last key.
     """
     queries, heads = q.shape[1:3]
     group = heads // k.shape[2]
     if key_positions is None:
         key_positions = torch.arange(k.shape[1])
-    first = int(key_positions[-1]) + 1 - queries if mask.is_causal else 0
+    tokens = int(key_positions[-1]) + 1 if tokens is None else tokens
+    if first_query is None:
+        first_query = tokens - queries if mask.is_causal else 0
     by_head = []
     for head in range(heads):
         key, value = k[:, :, head // group], v[:, :, head // group]
         chunks = [
             checkpoint(
                 _attend_chunk, q[:, start : start + CHUNK, head], key, value, key_positions,
-                first + start, head, mask, scale, use_reentrant=False, preserve_rng_state=False,
+                first_query + start, tokens, head, mask, scale, use_reentrant=False,
+                preserve_rng_state=False,
             )
             for start in range(0, queries, CHUNK)
         ]  # fmt: skip
@@ -71,14 +79,15 @@ def _attend_chunk(
     v: Tensor,
     key_positions: Tensor,
     first: int,
+    tokens: int,
     head: int,
     mask: Mask,
     scale: float,
 ) -> Tensor:
     """q (batch, chunk, head_dim) of queries from `first` on; k, v (batch, keys, head_dim)."""
-    last, keys, device = first + q.shape[1], int(key_positions[-1]) + 1, q.device
+    last, device = first + q.shape[1], q.device
     exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    rows = mask.pattern.key_rows(first, last, keys, head, is_causal=mask.is_causal)
+    rows = mask.pattern.key_rows(first, last, tokens, head, is_causal=mask.is_causal)
     position = torch.arange(first, last)
     counts = mask.pattern.counts(position, rows, head)
     if mask.is_causal:

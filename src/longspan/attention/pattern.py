@@ -41,6 +41,13 @@ class Pattern(ABC):
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
         """Positions of the keys that queries in [start, stop) see, sorted: int64 (rows,)."""
 
+    def outer_rows(
+        self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool
+    ) -> Tensor:
+        """Those of `key_rows` that lie outside [start, stop)."""
+        rows = self.key_rows(start, stop, tokens, head, is_causal=is_causal)
+        return rows[(rows < start) | (rows >= stop)]
+
     @abstractmethod
     def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
         """Whether a causal query at `position` or later may see each earlier key: bool (keys,).
@@ -236,6 +243,27 @@ class Dilated(Pattern):
         if is_causal:
             seen &= found[None, :] <= position[:, None]
         return found[seen.any(0)]
+
+    def outer_rows(
+        self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool
+    ) -> Tensor:
+        if self.blocks is not None:
+            return super().outer_rows(start, stop, tokens, head, is_causal=is_causal)
+        # Without going through the rows inside, of which there may be a million.
+        rows = [torch.zeros(0, dtype=torch.int64)]
+        residue = self.first_head + head
+        for w, r in self.branches:
+            queries = range(_at_or_after(start, residue, r), stop, r)
+            if not queries:
+                continue
+            first = _at_or_after(queries[0] // w * w, residue, r)
+            rows.append(torch.arange(first, max(first, start), r))
+            if not is_causal:
+                first = _at_or_after(stop, residue, r)
+                end = min((queries[-1] // w + 1) * w, tokens)
+                rows.append(torch.arange(first, max(first, end), r))
+        found: Tensor = torch.unique(torch.cat(rows))
+        return found
 
     def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
         awaited = torch.zeros(len(keys), dtype=torch.bool)

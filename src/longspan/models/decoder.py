@@ -21,6 +21,8 @@ class SelfAttention(nn.Module):
     def __init__(self, model: Model, pattern: Pattern) -> None:
         super().__init__()
         self.pattern = pattern
+        self.attend = attend
+        """Who computes it: another where a sequence lies on several ranks."""
         self.head_dim = model.head_dim
         wide, narrow = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.query = nn.Linear(model.hidden, wide, bias=False)
@@ -35,7 +37,7 @@ class SelfAttention(nn.Module):
         v_BNGD = self.value(x_BNC).unflatten(-1, (-1, self.head_dim))
         q_BNHD, k_BNGD = apply_rope(q_BNHD, rope), apply_rope(k_BNGD, rope)
         if cache is None:
-            y_BNHD = attend(q_BNHD, k_BNGD, v_BNGD, self.pattern, is_causal=True)
+            y_BNHD = self.attend(q_BNHD, k_BNGD, v_BNGD, self.pattern, is_causal=True)
         else:
             y_BNHD = cache.attend(q_BNHD, k_BNGD, v_BNGD)
         out: Tensor = self.out(self.norm(y_BNHD.flatten(-2)))
@@ -61,6 +63,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.head_dim = model.head_dim
         self.rope_base = model.rope_base_for(context)
+        self.first_position = 0
+        """Where in the sequence the tokens begin, where they are a part of one."""
         self.embedding = nn.Embedding(model.vocab, model.hidden)
         self.blocks = nn.ModuleList(Block(model, pattern) for _ in range(model.layers))
         self.norm = RMSNorm(model.hidden)
@@ -85,7 +89,7 @@ class Decoder(nn.Module):
 
         With `caches` the tokens follow those that the caches have seen.
         """
-        start = caches[0].length if caches else 0
+        start = caches[0].length if caches else self.first_position
         positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
         rope = rope_table(positions, self.head_dim, self.rope_base)
         x_BNC = self.embedding(tokens)

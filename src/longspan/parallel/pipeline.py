@@ -59,7 +59,8 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(model.blocks[layer] for layer in layers)
         self.norm = model.norm if is_last else None
         self.head = model.head if is_last else None
-        self.head_dim, self.rope_base, self.around = model.head_dim, model.rope_base, around
+        self.head_dim, self.rope_base = model.head_dim, model.rope_base
+        self.first_position, self.around = model.first_position, around
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None
@@ -69,7 +70,7 @@ class Stage(nn.Module):
         The last stage returns the summed cross-entropy against `targets` (1,) or, without them,
         the logits (batch, vocab) after the last token.
         """
-        start = caches[0].length if caches else 0
+        start = caches[0].length if caches else self.first_position
         count = x.shape[1] if targets is None else targets.shape[1]
         positions = torch.arange(start, start + count, device=x.device)
         rope = rope_table(positions, self.head_dim, self.rope_base)
@@ -137,14 +138,16 @@ class Pipelined(nn.Module):
     def _last(self) -> int:
         return len(self._costs) - 1
 
-    def set_up(self, micro_batches: int, token_parts: int, device: torch.device) -> None:
+    def set_up(
+        self, micro_batches: int, tokens: int, token_parts: int, device: torch.device
+    ) -> None:
         """Make the schedule, once the stages are where they belong.
 
-        `token_parts`: into how many parts a sequence is split between blocks.
+        `tokens`: of a sample that this rank has; `token_parts`: into how many parts they are split
+        between blocks.
         """
         self._token_parts, self._micro_batches = token_parts, micro_batches
-        run = self._run
-        rows, tokens = run.train.micro_batch, run.data.context
+        run, rows = self._run, self._run.train.micro_batch
         shape = (rows, tokens // token_parts, run.model.hidden)
         # The residual stream, float32 under autocast too.
         between = torch.empty(shape, device="meta", requires_grad=True)

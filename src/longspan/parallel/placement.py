@@ -4,6 +4,8 @@
 - tensor: each rank holds some of the heads, of the MLP's width and of the vocabulary, see
   `tensor.py`.
 - replicate alone: every rank holds the model; DDP sums the gradients.
+- sequence: each rank holds some of a sequence's tokens, see `sequence.py`; for parameters these
+  ranks are a part of the shard axis.
 - shard: FSDP2 splits parameters, gradients and optimizer state over the axis; with replicate beside
   it, each group of ranks shards a copy (hybrid sharding).
 
@@ -49,6 +51,7 @@ from longspan.models import Decoder
 from longspan.models.decoder import allocate, initial_weight
 from longspan.parallel.pipeline import Around, Pipelined, keep_own_layers
 from longspan.parallel.remat import rematerialised
+from longspan.parallel.sequence import split_by_sequence
 from longspan.parallel.tensor import split_by_tensor
 from longspan.parallel.world import World
 
@@ -62,10 +65,20 @@ WRAPPER = "_checkpoint_wrapped_module."
 class Placement:
     """Where the parts of a run lie, seen from one rank."""
 
-    def __init__(self, layout: Layout, world: World, mesh: DeviceMesh | None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        world: World,
+        mesh: DeviceMesh | None,
+        sequence: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`sequence`: the ranks that share this one's sequence; on `mesh` the `shard` axis holds
+        them too, since they share parameters as well.
+        """
         self.world, self.zero = world, layout.zero
         self.ranks = layout.resolve(world.size)
         self._mesh = mesh
+        self._sequence = sequence
         self._has_tied_copy = False
 
     @property
@@ -73,14 +86,26 @@ class Placement:
         """Ranks that read different samples."""
         return self.ranks["replicate"] * self.ranks["shard"]
 
+    @property
+    def averaged_ranks(self) -> int:
+        """Ranks over which DDP and FSDP take the mean of gradients."""
+        return self.data_ranks * self.ranks["sequence"]
+
     def own(self, indices: range) -> range:
         """This rank's share of a step's samples."""
         if self._mesh is None:
             return indices
         share = len(indices) // self.data_ranks
-        replica, part = (self._mesh.get_local_rank(axis) for axis in ("replicate", "shard"))
+        replica = self._mesh.get_local_rank("replicate")
+        part = self._mesh.get_local_rank("shard") // self.ranks["sequence"]
         first = (replica * self.ranks["shard"] + part) * share
         return indices[first : first + share]
+
+    def own_tokens(self, x: Tensor) -> Tensor:
+        """This rank's part of the tokens (batch, tokens)."""
+        if self._sequence is None:
+            return x
+        return x.chunk(self.ranks["sequence"], dim=1)[dist.get_rank(self._sequence)]
 
     def place(
         self, model: Decoder, run: Run, device: torch.device, around: Around = nullcontext
@@ -96,6 +121,8 @@ class Placement:
         if self._mesh is not None and self.ranks["pipeline"] > 1:
             self._has_tied_copy = model.head is None
             keep_own_layers(model, run, self._mesh["pipeline"])
+        if self._sequence is not None:
+            split_by_sequence(model, self._sequence, run.data.context)
         if self._mesh is not None and self.ranks["tensor"] > 1:
             split_by_tensor(model, self._mesh["tensor"], split_norms=run.layout.split_norms)
         for index, block in enumerate(model.blocks):
@@ -106,7 +133,7 @@ class Placement:
             module = pipelined = Pipelined(model, run, self._mesh["pipeline"], around)
             parts = list(pipelined.stages)
         replicates_only = self.ranks["replicate"] == self.world.size
-        if self._mesh is not None and self.data_ranks > 1 and not replicates_only:
+        if self._mesh is not None and self.averaged_ranks > 1 and not replicates_only:
             for part in parts:
                 self._shard(part, self._mesh, offload=run.layout.offload)
         for part in parts:
@@ -118,7 +145,8 @@ class Placement:
         if isinstance(module, Pipelined):
             at_once = run.train.micro_batch * self.data_ranks
             token_parts = self.ranks["tensor"] if run.layout.split_norms else 1
-            module.set_up(run.train.global_batch // at_once, token_parts, device)
+            tokens = run.data.context // self.ranks["sequence"]
+            module.set_up(run.train.global_batch // at_once, tokens, token_parts, device)
         if self._mesh is not None and replicates_only:
             on = [self.world.local_rank] if device.type == "cuda" else None
             copy = DistributedDataParallel(
@@ -135,7 +163,7 @@ class Placement:
         shard = partial(fully_shard, mesh=within, offload_policy=policy)
         assert isinstance(part.blocks, nn.ModuleList)
         for block in part.blocks:
-            shard(block, reshard_after_forward=self.zero == 3)
+            shard(block, reshard_after_forward=self.zero == 3 and within.size(-1) > 1)
         shard(part)  # the embedding is needed to the end: for the head
         if isinstance(part, Decoder):
             register_fsdp_forward_method(part, "next_logits")
@@ -180,9 +208,9 @@ class Placement:
         return ShardedGradScaler(device.type, enabled=enabled, process_group=dist.group.WORLD)
 
     def sum(self, x: Tensor) -> Tensor:
-        """The sum of `x` over the ranks that read different samples, and those of the pipeline."""
+        """The sum of `x` over the ranks with different tokens, and those of the pipeline."""
         for axis in ("replicate", "shard", "pipeline"):
-            if self._mesh is not None and self.ranks[axis] > 1:
+            if self._mesh is not None and self._mesh[axis].size() > 1:
                 dist.all_reduce(x, group=self._mesh.get_group(axis))
         return x
 
@@ -211,6 +239,12 @@ class Placement:
         for g in gradients:
             g.mul_(factor)
         return norm
+
+    def sum_over_sequence(self, x: Tensor) -> Tensor:
+        """The sum of `x` over the ranks that share a sequence."""
+        if self._sequence is not None:
+            dist.all_reduce(x, group=self._sequence)
+        return x
 
     def any(self, flag: bool) -> bool:
         """Whether it is true on any rank, so that all act alike."""
@@ -267,9 +301,19 @@ def placement(layout: Layout, world: World, device: torch.device) -> Iterator[Pl
     if not joined:
         dist.init_process_group(backend, timeout=timedelta(minutes=10))
     ranks = layout.resolve(world.size)
-    sizes = tuple(ranks[name] for name in MESH_AXES)
+    shared = {**ranks, "shard": ranks["shard"] * ranks["sequence"]}
+    sizes = tuple(shared[name] for name in MESH_AXES)
     mesh = init_device_mesh(device.type, sizes, mesh_dim_names=MESH_AXES)
-    yield Placement(layout, world, mesh)
+    sequence = None
+    if ranks["sequence"] > 1:
+        inner = ranks["sequence"], ranks["tensor"]
+        by_sequence = init_device_mesh(
+            device.type,
+            (world.size // math.prod(inner), *inner),
+            mesh_dim_names=("others", "sequence", "tensor"),
+        )
+        sequence = by_sequence.get_group("sequence")
+    yield Placement(layout, world, mesh, sequence)
     if not joined:
         dist.barrier()  # a rank that leaves first would break those still talking to it
         dist.destroy_process_group()

@@ -44,7 +44,8 @@ def resolve(run: Run, device: torch.device) -> Run:
             f"model.hidden / model.heads = {run.model.head_dim} must be a multiple of 8 on a GPU: "
             "change one of them"
         )
-    can_compile = device.type == "cuda" and run.layout.schedule != "zbv"
+    layout = run.layout
+    can_compile = device.type == "cuda" and layout.schedule != "zbv" and layout.sequence == 1
     compiled = can_compile if train.compile == "auto" else train.compile
     settled = {"device": device.type, "precision": precision, "compile": compiled}
     return run.model_copy(update={"train": train.model_copy(update=settled)})

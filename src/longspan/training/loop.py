@@ -130,7 +130,9 @@ def _train(
                 f"  longspan train --resume {run_dir}"
             )
         report_validation(reporter, metrics, state.step, validation_loss, baseline)
-        splits_tokens = run.layout.split_norms and placed.ranks["tensor"] > 1
+        splits_tokens = placed.ranks["sequence"] > 1 or (
+            run.layout.split_norms and placed.ranks["tensor"] > 1
+        )
         if splits_tokens and run.track.prompt:
             reporter.say("no sample: one token does not split over ranks; see longspan generate")
         sample = None if splits_tokens else sample_text(reader, source, run)
@@ -166,14 +168,15 @@ def train_step(
     set_learning_rate(state.optimizer, learning_rate(train, state.step))
     samples = [source.sample(train.seed, index) for index in placed.own(indices)]
     # The ranks' gradients are averaged and should be summed.
-    scale = torch.tensor(placed.data_ranks / tokens_with_loss, device=device)
+    scale = torch.tensor(placed.averaged_ranks / tokens_with_loss, device=device)
     if isinstance(module, Pipelined):
         batch = batch_of(samples, device)
-        total = module.backward(batch.tokens, batch.targets, state.scaler.scale(scale))
+        own = placed.own_tokens(batch.tokens), placed.own_tokens(batch.targets)
+        total = module.backward(*own, state.scaler.scale(scale))
         total /= state.scaler.scale(scale) / scale
     else:
         total = accumulate(module, samples, scale, state.scaler, placed, run, device)
-    total /= placed.data_ranks
+    total /= placed.averaged_ranks
     placed.sum(total)
     state.scaler.unscale_(state.optimizer)
     grad_norm = placed.clip_gradients(state.model, train.clip or math.inf)
@@ -200,7 +203,8 @@ def accumulate(
         batch = batch_of(samples[start : start + size], device)
         with placed.micro_batch(module, is_last=start + size >= len(samples)):
             with forward_context(run):
-                loss = module(batch.tokens, batch.targets) * scale
+                own = placed.own_tokens(batch.tokens), placed.own_tokens(batch.targets)
+                loss = module(*own) * scale
             scaler.scale(loss).backward()
         total += loss.detach()
     return total
@@ -233,7 +237,8 @@ def evaluate(
             return None
         batch = batch_of(samples[start : start + run.train.micro_batch], device)
         with autocast(run):
-            total += model(batch.tokens, batch.targets).item()
+            loss = model(placed.own_tokens(batch.tokens), placed.own_tokens(batch.targets))
+        total += placed.sum_over_sequence(loss).item()
     return total / max(1, count_targets(samples)) if samples else None
 
 

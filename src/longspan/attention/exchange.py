@@ -1,0 +1,190 @@
+"""Which key rows a shard of a sequence needs from the other shards, and fetching exactly those.
+
+A sequence lies on the ranks of a group in consecutive shards. What a shard's queries see outside
+it follows from the pattern, so every rank knows, without asking, which of its rows go to whom. A
+row travels once, whatever the number of branches and of query heads that read it, and its gradient
+travels back. A branch whose segments lie inside shards sends nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.attention.pattern import Pattern
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A sequence cut into consecutive shards, one per rank: [borders[i], borders[i + 1])."""
+
+    borders: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        rising = all(a < b for a, b in pairwise(self.borders))
+        if len(self.borders) < 2 or self.borders[0] != 0 or not rising:
+            raise ValueError(f"borders must rise from 0, one more than ranks, got {self.borders}")
+
+    @staticmethod
+    def even(tokens: int, ranks: int) -> Shards:
+        """Shards of one length, but that the last ones may be a token shorter."""
+        if tokens < ranks:
+            raise ValueError(f"{tokens} tokens do not reach for {ranks} shards")
+        whole, rest = divmod(tokens, ranks)
+        return Shards(tuple(i * whole + min(i, rest) for i in range(ranks + 1)))
+
+    @property
+    def ranks(self) -> int:
+        return len(self.borders) - 1
+
+    @property
+    def tokens(self) -> int:
+        return self.borders[-1]
+
+    def of(self, rank: int) -> range:
+        return range(self.borders[rank], self.borders[rank + 1])
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Query heads, and the key heads they share in equal groups."""
+
+    queries: int
+    keys: int
+
+    def readers(self, key_head: int) -> range:
+        group = self.queries // self.keys
+        return range(key_head * group, (key_head + 1) * group)
+
+
+@lru_cache(maxsize=4096)
+def outer_rows(
+    pattern: Pattern, shards: Shards, rank: int, heads: Heads, is_causal: bool
+) -> tuple[Tensor, ...]:
+    """Positions outside its shard that a rank's queries see, sorted, for each key head."""
+    own = shards.of(rank)
+    found = []
+    for key_head in range(heads.keys):
+        rows = [
+            pattern.outer_rows(own.start, own.stop, shards.tokens, head, is_causal=is_causal)
+            for head in heads.readers(key_head)
+        ]
+        found.append(rows[0] if len(rows) == 1 else torch.unique(torch.cat(rows)))
+    return tuple(found)
+
+
+def rows_between(
+    pattern: Pattern,
+    shards: Shards,
+    source: int,
+    destination: int,
+    heads: Heads,
+    is_causal: bool,
+) -> tuple[Tensor, ...]:
+    """Positions that `source` sends to `destination`, sorted, for each key head."""
+    wanted = outer_rows(pattern, shards, destination, heads, is_causal)
+    first, last = shards.borders[source], shards.borders[source + 1]
+    ends = torch.tensor([first, last])
+    cuts = [torch.searchsorted(rows, ends).tolist() for rows in wanted]
+    return tuple(rows[a:b] for rows, (a, b) in zip(wanted, cuts, strict=True))
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """What one rank sends and receives. Rows are (position, key head) pairs."""
+
+    send_index: Tensor  # of the own (tokens · key heads) rows, by destination
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    received: tuple[Tensor, ...]  # per key head: which of the received rows are its, by position
+    positions: tuple[Tensor, ...]  # and where they stand in the sequence
+
+
+@lru_cache(maxsize=64)
+def plan_of(
+    pattern: Pattern,
+    shards: Shards,
+    rank: int,
+    heads: Heads,
+    is_causal: bool,
+    device: torch.device,
+) -> Plan:
+    """The exchange of a rank; all ranks' plans fit together."""
+    own = shards.of(rank)
+    between = [
+        (
+            rows_between(pattern, shards, rank, other, heads, is_causal),
+            rows_between(pattern, shards, other, rank, heads, is_causal),
+        )
+        for other in range(shards.ranks)
+    ]
+    sent = [
+        (rows - own.start) * heads.keys + key_head
+        for to, _ in between
+        for key_head, rows in enumerate(to)
+    ]
+    places: list[list[Tensor]] = [[] for _ in range(heads.keys)]
+    count = 0
+    for _, back in between:
+        for key_head, rows in enumerate(back):
+            places[key_head].append(torch.arange(count, count + len(rows)))
+            count += len(rows)
+    return Plan(
+        torch.cat(sent).to(device),
+        tuple(sum(map(len, to)) for to, _ in between),
+        tuple(sum(map(len, back)) for _, back in between),
+        tuple(torch.cat(parts).to(device) for parts in places),
+        outer_rows(pattern, shards, rank, heads, is_causal),
+    )
+
+
+def fetch(k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The rows of keys and values that this rank's queries see elsewhere.
+
+    k, v: (batch, own tokens, key heads, head_dim), to (rows, batch, head_dim) each, in the order
+    of `plan`.
+    """
+    out: tuple[Tensor, Tensor] = _Fetch.apply(k, v, plan, group)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _exchange(
+    x: Tensor, given: Sequence[int], taken: Sequence[int], group: dist.ProcessGroup
+) -> Tensor:
+    received = x.new_empty(sum(taken), *x.shape[1:])
+    dist.all_to_all_single(received, x.contiguous(), list(taken), list(given), group=group)
+    return received
+
+
+class _Fetch(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
+    ) -> tuple[Tensor, Tensor]:
+        ctx.plan, ctx.group, ctx.shape = plan, group, k.shape
+        rows = torch.stack([k, v]).flatten(2, 3)  # (2, batch, tokens · heads, head_dim)
+        sent = rows.index_select(2, plan.send_index).permute(2, 0, 1, 3)
+        received = _exchange(sent, plan.send_counts, plan.receive_counts, group)
+        return received[:, 0], received[:, 1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+        plan, (batch, tokens, heads, head_dim) = ctx.plan, ctx.shape
+        received = torch.stack([grad_k, grad_v], dim=1)
+        given = _exchange(received, plan.receive_counts, plan.send_counts, ctx.group)
+        # Several ranks may have fetched one row: their gradients are added in float32.
+        exact = torch.float64 if given.dtype == torch.float64 else torch.float32
+        rows = given.new_zeros(tokens * heads, 2, batch, head_dim, dtype=exact)
+        rows.index_add_(0, plan.send_index, given.to(exact))
+        shape = (2, batch, tokens, heads, head_dim)
+        k, v = rows.to(given.dtype).permute(1, 2, 0, 3).reshape(shape)
+        return k, v, None, None
