@@ -158,6 +158,7 @@ def _serve(pipe: Connection, stacks: str) -> None:
     """A worker: one call after another, each in a process group of its own."""
     import torch
     import torch.distributed as dist
+    import torch.distributed.tensor.debug
 
     torch.set_num_threads(1)
     file: TextIO = open(stacks, "w")  # noqa: SIM115 - faulthandler writes to it at any time
@@ -179,6 +180,8 @@ def _serve(pipe: Connection, stacks: str) -> None:
             result = function(rank, world, *arguments)
             dist.barrier()
             dist.destroy_process_group()
+            # It knows process groups by names, which the next call gives to others.
+            torch.distributed.tensor.debug._clear_sharding_prop_cache()
             pipe.send(Answer(result))
         except BaseException:  # noqa: BLE001 - whatever it is, the test must see it
             pipe.send(Answer(error=traceback.format_exc()))

@@ -22,7 +22,8 @@ SMALL = [
 
 
 def test_a_layout_that_is_right_agrees(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["verify", *SMALL, "layout.shard=2", "--steps", "2", "--json"]) == 0
+    wsd = ["layout.offload=true", "train.schedule=wsd", "train.steps=90", "train.decay=50"]
+    assert main(["verify", *SMALL, *wsd, "layout.shard=2", "--steps", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["agrees"]
     assert report["layout"] == "shard 2, ZeRO stage 3"
@@ -34,6 +35,10 @@ def test_a_layout_that_is_right_agrees(capsys: pytest.CaptureFixture[str]) -> No
     ("arguments", "message"),
     [
         ([], "nothing to compare: set an axis, for example layout.shard=2"),
+        (
+            ["layout.shard=2", "layout.tensor=2", "train.precision=fp16"],
+            '"fp16" with layout.tensor is not there yet',
+        ),
         (["layout.shard=2", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["layout.shard=3"], "× 3 data-parallel ranks: use 6"),
         (["layout.sequence=3"], "layout.sequence  3 does not divide data.context"),

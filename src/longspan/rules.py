@@ -198,6 +198,9 @@ def _pipeline_problems(
             'backward pass of a function in Python apart: use "interleaved"'
         )
         problems.append(Problem("layout.schedule", message))
+    if layout.schedule == "zbv" and train.remat == "selective":
+        message = 'is "selective", whose choice schedule "zbv" would need twice: use "full"'
+        problems.append(Problem("train.remat", message))
     if layout.schedule == "zbv" and train.compile is True:
         message = 'has no part in schedule "zbv", which takes backward passes apart: use false'
         problems.append(Problem("train.compile", message))
@@ -241,6 +244,12 @@ def _layout_rules(
         problems_found.append(Problem("layout.tensor", message))
     if layout.compress != "none" and not 1 < ranks["replicate"] == world:
         message = f'"{layout.compress}" has a use with layout.replicate alone: use "none"'
+        problems_found.append(Problem("layout.compress", message))
+    if train.precision == "fp16" and ranks["tensor"] > 1:
+        message = '"fp16" with layout.tensor is not there yet: use "bf16"'
+        problems_found.append(Problem("train.precision", message))
+    if train.precision == "fp16" and layout.compress == "powersgd":
+        message = '"powersgd" would keep the overflows that "fp16" steps over: use "none"'
         problems_found.append(Problem("layout.compress", message))
     if layout.offload and ranks["shard"] * ranks["sequence"] == 1:
         message = "is of sharded parameters, and there are none: use false, or layout.shard > 1"

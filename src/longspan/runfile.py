@@ -24,7 +24,11 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ONE_PROCESS = [f"layout.{axis}=1" for axis in AXES]
+ONE_PROCESS = [
+    *[f"layout.{axis}=1" for axis in AXES],
+    "layout.compress=none",
+    "layout.offload=false",
+]
 """Overrides for what one process does with a run of many."""
 
 RUN_FILE = "run.toml"

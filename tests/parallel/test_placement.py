@@ -18,6 +18,7 @@ from longspan.training import train
 from tests.harness import Ranks
 
 STEPS = 5
+BATCH = 8
 OPTIONS = [
     "model.hidden=32",
     "model.layers=2",
@@ -30,7 +31,7 @@ OPTIONS = [
     "train.lr=0.01",
     "train.eps=1e-6",  # with 1e-8 Adam makes a whole step of the rounding of a gradient near zero
     "train.clip=0.5",
-    "train.global_batch=8",
+    f"train.global_batch={BATCH}",
     "train.eval_samples=2",
     "track.log_every=1",
     "track.prompt=",
@@ -132,10 +133,13 @@ def test_a_layout_does_not_change_the_run(
 ) -> None:
     if "layout.schedule=zbv" in layout and torch.__version__ < "2.13":
         pytest.skip("needs torch 2.13")
-    stages = 2 * load_run(None, layout, world=None).layout.pipeline
-    model = (f"model.tied={tied}", f"model.layers={stages}")
+    axes = load_run(None, layout, world=None).layout.resolve(world)
+    model = (f"model.tied={tied}", f"model.layers={2 * axes['pipeline']}")
+    accumulation = max(2, axes["pipeline"])
+    micro_batch = BATCH // (accumulation * axes["replicate"] * axes["shard"])
+    options = [*layout, *model, f"train.micro_batch={micro_batch}"]
     run_dir = tmp_path / "run"
-    losses = ranks.run(train_rank, world, [*layout, *model], str(run_dir), False)
+    losses = ranks.run(train_rank, world, options, str(run_dir), False)
     assert len(set(losses)) == 1
     assert_same_run(run_dir, single(*model))
 
@@ -158,7 +162,8 @@ def test_nor_does_it_under_another_pattern(
     ranks: Ranks, single: Callable[..., Path], tmp_path: Path, kind: str, layout: str
 ) -> None:
     pattern = (*NO_BRANCHES, *KINDS[kind])
-    ranks.run(train_rank, 4, [layout, *pattern], str(tmp_path / "run"), False)
+    options = [layout, *pattern, "train.micro_batch=4"]
+    ranks.run(train_rank, 4, options, str(tmp_path / "run"), False)
     assert_same_run(tmp_path / "run", single(*pattern))
 
 

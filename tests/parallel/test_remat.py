@@ -59,9 +59,10 @@ def train_rank(rank: int, world: int, overrides: list[str], run_dir: str) -> Non
     train(run_of(*overrides, world=world), Path(run_dir), world=World(rank, world, rank))
 
 
+@pytest.mark.parametrize("change", ["train.remat=full", "train.offload_activations=true"])
 @pytest.mark.parametrize("layout", ["layout.zero=3", "layout.tensor=2", "layout.pipeline=2"])
-def test_nor_does_it_in_a_layout(ranks: Ranks, tmp_path: Path, layout: str) -> None:
-    for name, changes in (("plain", []), ("again", ["train.remat=full"])):
+def test_nor_does_it_in_a_layout(ranks: Ranks, tmp_path: Path, layout: str, change: str) -> None:
+    for name, changes in (("plain", []), ("again", [change])):
         ranks.run(train_rank, 2, [layout, *changes], str(tmp_path / name))
     assert final_bytes(tmp_path / "again") == final_bytes(tmp_path / "plain")
 

@@ -12,8 +12,11 @@ from longspan.training.generation import complete, pick
 
 def test_greedy_text_is_what_full_forward_passes_choose() -> None:
     run = load_run(None, ["model.hidden=32", "data.context=16"])
-    model = build_decoder(run, torch.device("cpu"))
-    text = complete(model, ByteTokenizer(), "ab", count=30, context=16, temperature=0.0)
+    device = torch.device("cpu")
+    model = build_decoder(run, device)
+    text = complete(
+        model, ByteTokenizer(), "ab", device=device, count=30, context=16, temperature=0.0
+    )
     tokens, start = list(b"ab"), 0
     with torch.no_grad():
         for _ in range(30):

@@ -286,8 +286,10 @@ def like(whole: Tensor, placed: Tensor) -> Tensor:
     """`whole` laid out as `placed` is; each rank keeps its own part."""
     if not isinstance(placed, DTensor):
         return whole.to(placed.device)
-    there = whole.to(placed.device)
-    return distribute_tensor(there, placed.device_mesh, placed.placements, src_data_rank=None)
+    mesh, placements = placed.device_mesh, placed.placements
+    # On the mesh's device, from which parameters that are offloaded have moved.
+    there = distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None)
+    return there.to(placed.device)
 
 
 @contextmanager

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from longspan.config import Train
@@ -49,4 +50,35 @@ def offloaded(train: Train) -> AbstractContextManager[object]:
     """Around a forward pass: keep its activations where `train.offload_activations` says."""
     if not train.offload_activations:
         return nullcontext()
-    return torch.autograd.graph.save_on_cpu(pin_memory=train.device == "cuda")
+    return torch.autograd.graph.saved_tensors_hooks(_to_cpu, _from_cpu)
+
+
+class _Waiting(NamedTuple):
+    """A tensor in the CPU's memory, where it was, and how it was split over ranks if it was."""
+
+    values: Tensor
+    device: torch.device
+    split: dict[str, Any] | None
+
+
+def _to_cpu(x: Tensor) -> Tensor | _Waiting:
+    if x.is_leaf and x.requires_grad:
+        return x  # a weight, which stays
+    own, split = x, None
+    if isinstance(x, DTensor):
+        own = x.to_local()
+        split = {
+            "device_mesh": x.device_mesh,
+            "placements": x.placements,
+            "shape": x.shape,
+            "stride": x.stride(),
+        }
+    values = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda).copy_(own)
+    return _Waiting(values, own.device, split)
+
+
+def _from_cpu(kept: Tensor | _Waiting) -> Tensor:
+    if isinstance(kept, Tensor):
+        return kept
+    own = kept.values.to(kept.device, non_blocking=True)
+    return own if kept.split is None else DTensor.from_local(own, **kept.split)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspan.attention import KVCache
 from longspan.data.tokenizer import Tokenizer, tokenizer_beside
@@ -27,8 +26,6 @@ class Predictor(Protocol):
 
     def next_logits(self, tokens: Tensor, caches: list[KVCache]) -> Tensor: ...
 
-    def parameters(self) -> Iterator[nn.Parameter]: ...
-
 
 @torch.no_grad()
 def complete(
@@ -36,6 +33,7 @@ def complete(
     tokenizer: Tokenizer,
     prompt: str,
     *,
+    device: torch.device,
     count: int,
     context: int,
     temperature: float = 0.8,
@@ -46,7 +44,6 @@ def complete(
 
     Keys and values are cached. A text that outgrows `context` goes on from its last half.
     """
-    device = next(model.parameters()).device
     tokens = encode_prompt(tokenizer, prompt)
     stream = torch.Generator().manual_seed(seed)
     caches, unseen = model.new_caches(), tokens[-context:]
@@ -98,6 +95,6 @@ def complete_from_run(
     tokenizer = tokenizer_beside(run_dir)
     with autocast(run):
         return complete(
-            model, tokenizer, prompt, count=count, context=run.data.context,
-            temperature=temperature, top_p=top_p, seed=seed,
+            model, tokenizer, prompt, device=model.embedding.weight.device, count=count,
+            context=run.data.context, temperature=temperature, top_p=top_p, seed=seed,
         )  # fmt: skip

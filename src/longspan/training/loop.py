@@ -105,8 +105,7 @@ def _train(
         while not ended:
             loss, grad_norm = train_step(state, module, placed, run, source, device)
             meter.add(loss)
-            stop.requested = placed.any(stop.requested)
-            ended = state.step == run.train.steps or stop.requested
+            ended = placed.any(stop.requested) or state.step == run.train.steps
             saves = ended or due(state.step, run.checkpoint.every)
             reporter.step(state.step)
             if saves or due(state.step, run.track.log_every):
@@ -124,7 +123,7 @@ def _train(
                     report_validation(reporter, metrics, state.step, found, baseline)
 
         validation_loss = evaluate(reader, validation, run, device, stop, placed)
-        if stop.requested:
+        if placed.any(stop.requested):
             raise Stopped(
                 f"stopped at step {state.step} of {run.train.steps}, checkpoint saved; go on with\n"
                 f"  longspan train --resume {run_dir}"
@@ -135,7 +134,7 @@ def _train(
         )
         if splits_tokens and run.track.prompt:
             reporter.say("no sample: one token does not split over ranks; see longspan generate")
-        sample = None if splits_tokens else sample_text(reader, source, run)
+        sample = None if splits_tokens else sample_text(reader, source, run, device)
     return Result(
         run_dir=str(run_dir),
         step=state.step,
@@ -232,8 +231,7 @@ def evaluate(
     """
     total = 0.0
     for start in range(0, len(samples), run.train.micro_batch):
-        stop.requested = placed.any(stop.requested)
-        if stop.requested:
+        if placed.any(stop.requested):
             return None
         batch = batch_of(samples[start : start + run.train.micro_batch], device)
         with autocast(run):
@@ -268,7 +266,7 @@ def report_validation(
     reporter.say(f"step {step}  validation loss {loss:.4f}  {baseline.name} {baseline.nats:.4f}")
 
 
-def sample_text(model: Predictor, source: Source, run: Run) -> str | None:
+def sample_text(model: Predictor, source: Source, run: Run, device: torch.device) -> str | None:
     """A continuation of `track.prompt`, where the data is text and the prompt is not empty."""
     if source.tokenizer is None or not run.track.prompt:
         return None
@@ -277,6 +275,7 @@ def sample_text(model: Predictor, source: Source, run: Run) -> str | None:
             model,
             source.tokenizer,
             run.track.prompt,
+            device=device,
             count=SAMPLE_TOKENS,
             context=run.data.context,
             seed=run.train.seed,
