@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from longspan.attention import BlockSparse, Dense, Dilated, Pattern
+from longspan.attention import (
+    BlockSparse,
+    Dense,
+    Dilated,
+    MultiheadDilatedAttention,
+    Pattern,
+)
 from longspan.attention.exchange import Heads, Shards, outer_rows, rows_between
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.sharded import attend_sharded
@@ -16,6 +25,7 @@ PATTERNS: dict[str, Pattern] = {
     "longnet": Dilated((8, 32, 64), (1, 4, 8)),
     "uneven": Dilated((6, 20, 45), (1, 2, 3)),
     "long": Dilated((64,), (2,)),
+    "halves": Dilated((32,), (1,)),
     "some heads": Dilated((8, 32), (1, 4), first_head=3),
     "blocks in segments": Dilated((32, 64), (1, 2), blocks=BlockSparse(4, local_window=8)),
     "dense": Dense(),
@@ -72,6 +82,7 @@ CASES = [
     ("longnet", (0, 16, 32, 48, 64), 4, 4, True, False),
     ("longnet", (0, 16, 32, 48, 64), 4, 2, False, False),
     ("longnet", (0, 32, 64, 96, 128), 3, 1, True, True),
+    ("halves", (0, 32, 48, 64), 2, 2, True, False),  # the first rank has nobody to talk to
     ("uneven", (0, 5, 21, 40, 61), 4, 2, True, False),
     ("uneven", (0, 5, 21, 40, 61), 4, 4, False, True),
     ("some heads", (0, 16, 32, 48, 64), 4, 4, True, False),
@@ -123,3 +134,75 @@ def test_equals_the_oracle(ranks: Ranks, case: int) -> None:
     parts = ranks.run(attend_on_a_rank, len(borders) - 1, case, torch.float64)
     for found, right in zip(zip(*parts, strict=True), expected, strict=True):
         torch.testing.assert_close(torch.cat(found, dim=1), right, rtol=1e-9, atol=1e-9)
+
+
+def module_on_a_rank(rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
+    x = inputs(64, 4, 4)[0].flatten(2)
+    module = multihead(torch.distributed.group.WORLD)
+    own = x.chunk(world, dim=1)[rank]
+    out = module(own, own, own, is_causal=True)[0]
+    out.square().sum().backward()
+    gradients = {}
+    for name, p in module.named_parameters():
+        assert p.grad is not None
+        torch.distributed.all_reduce(p.grad)
+        gradients[name] = p.grad
+    return out.detach(), gradients
+
+
+def multihead(group: torch.distributed.ProcessGroup | None) -> MultiheadDilatedAttention:
+    torch.manual_seed(1)
+    return MultiheadDilatedAttention(
+        32, 4, [8, 32, 64], [1, 4, 8], sequence_parallel=group, dtype=torch.float64
+    )
+
+
+def test_the_module_gives_what_it_gives_in_one_process(ranks: Ranks) -> None:
+    x, module = inputs(64, 4, 4)[0].flatten(2), multihead(None)
+    out = module(x, x, x, is_causal=True)[0]
+    out.square().sum().backward()
+    found = ranks.run(module_on_a_rank, 4)
+    torch.testing.assert_close(torch.cat([part for part, _ in found], dim=1), out)
+    for name, p in module.named_parameters():
+        torch.testing.assert_close(found[0][1][name], p.grad)
+
+
+class Sent(TorchDispatchMode):
+    """Counts the bytes that all-to-all takes from this rank."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "alltoall" in func.__name__:
+            self.bytes += args[1].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def bytes_sent(rank: int, world: int, name: str, tokens: int) -> tuple[int, int]:
+    """Forward, and backward."""
+    qkv = [torch.randn(1, tokens, 4, 8, requires_grad=True) for _ in range(3)]
+    with Sent() as forward:
+        out = attend_sharded(*qkv, PATTERNS[name], group=torch.distributed.group.WORLD)
+    with Sent() as backward:
+        out.sum().backward()
+    return forward.bytes, backward.bytes
+
+
+@pytest.mark.parametrize("name", ["longnet", "long", "block sparse"])
+@pytest.mark.parametrize("world", [2, 4, 8])
+def test_as_many_bytes_are_sent_as_the_pattern_needs(ranks: Ranks, name: str, world: int) -> None:
+    tokens, heads = 16, Heads(4, 4)
+    shards = Shards.even(world * tokens, world)
+    found = ranks.run(bytes_sent, world, name, tokens)
+    row = 2 * 8 * 4  # a key and a value of eight float32
+    for source in range(world):
+        sent = [
+            rows_between(PATTERNS[name], shards, source, destination, heads, True)
+            for destination in range(world)
+        ]
+        assert found[source][0] == row * sum(len(rows) for to in sent for rows in to)
+    assert sum(b for _, b in found) == sum(f for f, _ in found)  # each gradient goes back
+
+
+def test_a_branch_inside_the_shards_sends_nothing(ranks: Ranks) -> None:
+    assert ranks.run(bytes_sent, 2, "longnet", 64) == [(0, 0)] * 2

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -146,6 +146,48 @@ def plan_of(
     )
 
 
+class UnderWay(NamedTuple):
+    """Rows that are being received."""
+
+    rows: Tensor
+    work: dist.Work
+
+    def wait(self) -> Tensor:
+        self.work.wait()
+        return self.rows
+
+
+def _exchange(
+    x: Tensor, given: Sequence[int], taken: Sequence[int], group: dist.ProcessGroup
+) -> UnderWay:
+    rows = x.new_empty(sum(taken), *x.shape[1:])
+    work = dist.all_to_all_single(
+        rows, x.contiguous(), list(taken), list(given), group=group, async_op=True
+    )
+    return UnderWay(rows, work)
+
+
+def send_rows(k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> UnderWay:
+    """k, v (batch, own tokens, key heads, head_dim) to the planned (rows, 2, batch, head_dim)."""
+    rows = torch.stack([k, v]).flatten(2, 3)  # (2, batch, tokens · heads, head_dim)
+    sent = rows.index_select(2, plan.send_index).permute(2, 0, 1, 3)
+    return _exchange(sent, plan.send_counts, plan.receive_counts, group)
+
+
+def return_gradients(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> UnderWay:
+    """Gradients of what `send_rows` gave, back to the ranks they came from."""
+    return _exchange(rows, plan.receive_counts, plan.send_counts, group)
+
+
+def gathered(returned: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
+    """Gradients that came back, added up in float32 by row: (2, *shape), for k and v of `shape`."""
+    batch, tokens, heads, head_dim = shape
+    exact = torch.float64 if returned.dtype == torch.float64 else torch.float32
+    rows = returned.new_zeros(tokens * heads, 2, batch, head_dim, dtype=exact)
+    rows.index_add_(0, plan.send_index, returned.to(exact))
+    return rows.permute(1, 2, 0, 3).reshape(2, *shape)
+
+
 def fetch(k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
     """The rows of keys and values that this rank's queries see elsewhere.
 
@@ -156,35 +198,19 @@ def fetch(k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[T
     return out
 
 
-def _exchange(
-    x: Tensor, given: Sequence[int], taken: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    received = x.new_empty(sum(taken), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), list(taken), list(given), group=group)
-    return received
-
-
 class _Fetch(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
     ) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.group, ctx.shape = plan, group, k.shape
-        rows = torch.stack([k, v]).flatten(2, 3)  # (2, batch, tokens · heads, head_dim)
-        sent = rows.index_select(2, plan.send_index).permute(2, 0, 1, 3)
-        received = _exchange(sent, plan.send_counts, plan.receive_counts, group)
+        received = send_rows(k, v, plan, group).wait()
         return received[:, 0], received[:, 1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
-        plan, (batch, tokens, heads, head_dim) = ctx.plan, ctx.shape
-        received = torch.stack([grad_k, grad_v], dim=1)
-        given = _exchange(received, plan.receive_counts, plan.send_counts, ctx.group)
-        # Several ranks may have fetched one row: their gradients are added in float32.
-        exact = torch.float64 if given.dtype == torch.float64 else torch.float32
-        rows = given.new_zeros(tokens * heads, 2, batch, head_dim, dtype=exact)
-        rows.index_add_(0, plan.send_index, given.to(exact))
-        shape = (2, batch, tokens, heads, head_dim)
-        k, v = rows.to(given.dtype).permute(1, 2, 0, 3).reshape(shape)
+        rows = torch.stack([grad_k, grad_v], dim=1)
+        returned = return_gradients(rows, ctx.plan, ctx.group).wait()
+        k, v = gathered(returned, ctx.plan, ctx.shape).to(rows.dtype)
         return k, v, None, None

@@ -7,19 +7,33 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
 from longspan.attention.operator import attend
 from longspan.attention.pattern import BlockSparse, Dilated, Pattern
+from longspan.attention.sharded import attend_sharded
 
 
 class PatternAttention(nn.Module):
-    """`attend` with a fixed pattern; dropout acts in training, from torch's random state."""
+    """`attend` with a fixed pattern; dropout acts in training, from torch's random state.
+
+    With `sequence_parallel` the tokens given are this rank's shard of a sequence that lies on the
+    ranks of that group, in shards of one length.
+    """
 
     def __init__(
-        self, pattern: Pattern, *, dropout: float = 0.0, softmax_scale: float | None = None
+        self,
+        pattern: Pattern,
+        *,
+        dropout: float = 0.0,
+        softmax_scale: float | None = None,
+        sequence_parallel: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        if dropout > 0 and sequence_parallel is not None:
+            raise ValueError(f"sequence_parallel has no dropout yet: use 0, got {dropout}")
+        self.sequence_parallel = sequence_parallel
         self.pattern = pattern
         self.dropout = dropout
         self.softmax_scale = softmax_scale
@@ -34,7 +48,23 @@ class PatternAttention(nn.Module):
         documents: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Tensors and options as for `attend`: (batch, tokens, heads, head_dim)."""
+        """Tensors and options as for `attend`: (batch, tokens, heads, head_dim).
+
+        With `sequence_parallel` as for `attend_sharded`, and without a padding mask.
+        """
+        if self.sequence_parallel is not None:
+            if key_padding_mask is not None:
+                raise ValueError("sequence_parallel has no key_padding_mask yet: use documents")
+            return attend_sharded(
+                q,
+                k,
+                v,
+                self.pattern,
+                group=self.sequence_parallel,
+                is_causal=is_causal,
+                scale=self.softmax_scale,
+                documents=documents,
+            )
         dropout = self.dropout if self.training else 0.0
         return attend(
             q,
@@ -63,9 +93,14 @@ class DilatedAttention(PatternAttention):
         *,
         dropout: float = 0.0,
         softmax_scale: float | None = None,
+        sequence_parallel: ProcessGroup | None = None,
     ) -> None:
-        pattern = Dilated(tuple(segment_lengths), tuple(dilation_rates))
-        super().__init__(pattern, dropout=dropout, softmax_scale=softmax_scale)
+        super().__init__(
+            Dilated(tuple(segment_lengths), tuple(dilation_rates)),
+            dropout=dropout,
+            softmax_scale=softmax_scale,
+            sequence_parallel=sequence_parallel,
+        )
 
 
 class BlockSparseAttention(PatternAttention):
@@ -82,9 +117,14 @@ class BlockSparseAttention(PatternAttention):
         seed: int = 0,
         dropout: float = 0.0,
         softmax_scale: float | None = None,
+        sequence_parallel: ProcessGroup | None = None,
     ) -> None:
-        pattern = BlockSparse(block_size, local_window, global_tokens, stride, sparsity, seed)
-        super().__init__(pattern, dropout=dropout, softmax_scale=softmax_scale)
+        super().__init__(
+            BlockSparse(block_size, local_window, global_tokens, stride, sparsity, seed),
+            dropout=dropout,
+            softmax_scale=softmax_scale,
+            sequence_parallel=sequence_parallel,
+        )
 
 
 class MultiheadDilatedAttention(nn.Module):
@@ -95,7 +135,9 @@ class MultiheadDilatedAttention(nn.Module):
     are never formed: the second value of the result is None, and `need_weights=True` an error.
 
     `sub_layer_norm` is MAGNETO's: a LayerNorm before the output projection, and Xavier's init with
-    `magneto_gain` (√(ln 2·layers) for a decoder) on the value and output projections.
+    `magneto_gain` (√(ln 2·layers) for a decoder) on the value and output projections. With
+    `sequence_parallel` each rank of that group gives its shard of the tokens, and sums the
+    gradients of the parameters as in data parallel training.
     """
 
     # Read by nn.TransformerEncoderLayer, whose fused path would else run dense attention on the
@@ -114,6 +156,7 @@ class MultiheadDilatedAttention(nn.Module):
         bias: bool = True,
         sub_layer_norm: bool = False,
         magneto_gain: float = 1.0,
+        sequence_parallel: ProcessGroup | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
@@ -124,7 +167,9 @@ class MultiheadDilatedAttention(nn.Module):
             )
         place: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embed_dim, self.num_heads = embed_dim, num_heads
-        self.attention = DilatedAttention(segment_lengths, dilation_rates, dropout=dropout)
+        self.attention = DilatedAttention(
+            segment_lengths, dilation_rates, dropout=dropout, sequence_parallel=sequence_parallel
+        )
         self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **place))
         self.in_proj_bias: nn.Parameter | None
         self.register_parameter(

@@ -1,7 +1,8 @@
 """Attention over a sequence that lies on several ranks in shards.
 
 Each rank has the queries, keys and values of its shard, fetches the key rows that its queries see
-elsewhere (`exchange.py`), and attends to both.
+elsewhere (`exchange.py`), and attends to both: by kernels where `crossing.py` can, else by plain
+code, one key head after another.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.attention.crossing import attend_in_parts, parts_of
 from longspan.attention.exchange import Heads, Plan, Shards, fetch, plan_of
 from longspan.attention.masked import Mask, masked_attention
 from longspan.attention.operator import attend
@@ -45,22 +47,30 @@ def attend_sharded(
             f"{ranks} ranks, {q.shape[1]} and {k.shape[1]} tokens"
         )
     heads = Heads(q.shape[2], k.shape[2])
-    plan = plan_of(pattern, shards, rank, heads, is_causal, q.device)
-    if not any(plan.send_counts) and not any(plan.receive_counts) and documents is None:
-        local = _moved(pattern, own.start)
-        if local is not None:
-            return attend(q, k, v, local, is_causal=is_causal, scale=scale)
-    k_rows, v_rows = fetch(k, v, plan, group)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if isinstance(pattern, Dilated) and documents is None and _fits(shards, pattern):
+        return attend(q, k, v, pattern, is_causal=is_causal, scale=scale)
+    plan = plan_of(pattern, shards, rank, heads, is_causal, q.device)
+    if isinstance(pattern, Dilated) and _can_part(q, pattern, documents, is_causal, scale):
+        parts = parts_of(pattern, shards, rank, heads, q.device)
+        if parts is not None:
+            return attend_in_parts(q, k, v, pattern, parts, plan, scale, group)
+    k_rows, v_rows = fetch(k, v, plan, group)
     mask = Mask(pattern, is_causal, documents)
     return _attend_to_both(q, k, v, k_rows, v_rows, plan, mask, scale, own, shards.tokens, heads)
 
 
-def _moved(pattern: Pattern, start: int) -> Pattern | None:
-    """The pattern as positions counted from `start` see it, where it is one of the same kind."""
-    if isinstance(pattern, Dilated) and all(start % w == 0 for w in pattern.segment_lengths):
-        return pattern
-    return None
+def _fits(shards: Shards, pattern: Dilated) -> bool:
+    """Whether every segment lies inside a shard, on all ranks: nothing is sent, and none waits."""
+    return all(start % w == 0 for start in shards.borders[:-1] for w in pattern.segment_lengths)
+
+
+def _can_part(
+    q: Tensor, pattern: Dilated, documents: Tensor | None, is_causal: bool, scale: float
+) -> bool:
+    """Whether `crossing.py` can do it; each rank may answer otherwise, as both ways send alike."""
+    plain = pattern.blocks is None and documents is None
+    return plain and is_causal and scale > 0 and q.device.type == "cpu"
 
 
 def _attend_to_both(

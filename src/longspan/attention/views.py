@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def forward(
     stored_lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=exact)
     lse = stored_lse.transpose(1, 2)
     for piece in _pieces(q, segment_lengths, rates, first_head):
-        part, part_lse = _flash(
+        part, part_lse = flash(
             piece.split(q), piece.split(k), piece.split(v), 0.0, is_causal, scale=scale
         )
         part, part_lse = piece.join(part, out), piece.join(part_lse, lse)
@@ -124,7 +124,7 @@ def backward(
     grads = tuple(torch.zeros(q.shape, dtype=lse.dtype) for _ in range(3))
     for piece in _pieces(q, segment_lengths, rates, first_head):
         inputs = (piece.split(x) for x in (grad_out, q, k, v, out, lse))
-        shares = _flash_backward(*inputs, 0.0, is_causal, scale=scale)
+        shares = flash_backward(*inputs, 0.0, is_causal, scale=scale)
         for grad, share in zip(grads, shares, strict=True):
             piece.of(grad).add_(piece.join(share, grad))
     grad_q, grad_k, grad_v = grads
