@@ -114,11 +114,7 @@ class _AttendInParts(torch.autograd.Function):
             keys, values = (crossing.rows(fetched[:, i]) for i in (0, 1))
             queries = crossing.queries(q).contiguous()
             part, part_lse = views.flash(queries, keys, values, 0.0, False, scale=scale)
-            old, old_lse = crossing.queries(exact), crossing.queries(lse)
-            new_lse = torch.logaddexp(old_lse, part_lse)
-            old.mul_((old_lse - new_lse).exp()[..., None])
-            old.addcmul_(part.to(old.dtype), (part_lse - new_lse).exp()[..., None])
-            old_lse.copy_(new_lse)
+            views.join_part(crossing.queries(exact), crossing.queries(lse), part, part_lse)
         out = exact.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, stored_lse, fetched)
         ctx.branches, ctx.parts, ctx.plan, ctx.group = branches, parts, plan, group

@@ -9,6 +9,7 @@ prefix of a sequence has the prefix of its mask.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -225,17 +226,20 @@ class Dilated(Pattern):
         kept = [queries % r == (self.first_head + head) % r for r in self.dilation_rates]
         return torch.stack(kept).any(0)
 
-    def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
-        rows = [torch.zeros(0, dtype=torch.int64)]
+    def _spans(
+        self, start: int, stop: int, tokens: int, head: int, is_causal: bool
+    ) -> Iterator[range]:
+        """The rows that queries in [start, stop) see, branch by branch."""
         residue = self.first_head + head
         for w, r in self.branches:
             queries = range(_at_or_after(start, residue, r), stop, r)
-            if not queries:
-                continue
-            first = _at_or_after(queries[0] // w * w, residue, r)
-            end = queries[-1] + 1 if is_causal else min((queries[-1] // w + 1) * w, tokens)
-            rows.append(torch.arange(first, end, r))
-        found: Tensor = torch.unique(torch.cat(rows))  # sorted
+            if queries:
+                first = _at_or_after(queries[0] // w * w, residue, r)
+                end = queries[-1] + 1 if is_causal else min((queries[-1] // w + 1) * w, tokens)
+                yield range(first, end, r)
+
+    def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
+        found = _union(self._spans(start, stop, tokens, head, is_causal))
         if self.blocks is None:
             return found
         position = torch.arange(start, stop)
@@ -249,21 +253,11 @@ class Dilated(Pattern):
     ) -> Tensor:
         if self.blocks is not None:
             return super().outer_rows(start, stop, tokens, head, is_causal=is_causal)
-        # Without going through the rows inside, of which there may be a million.
-        rows = [torch.zeros(0, dtype=torch.int64)]
-        residue = self.first_head + head
-        for w, r in self.branches:
-            queries = range(_at_or_after(start, residue, r), stop, r)
-            if not queries:
-                continue
-            first = _at_or_after(queries[0] // w * w, residue, r)
-            rows.append(torch.arange(first, max(first, start), r))
-            if not is_causal:
-                first = _at_or_after(stop, residue, r)
-                end = min((queries[-1] // w + 1) * w, tokens)
-                rows.append(torch.arange(first, max(first, end), r))
-        found: Tensor = torch.unique(torch.cat(rows))
-        return found
+        outside = []  # without going through the rows inside, of which there may be a million
+        for span in self._spans(start, stop, tokens, head, is_causal):
+            outside.append(range(span.start, min(start, span.stop), span.step))
+            outside.append(range(_at_or_after(stop, span.start, span.step), span.stop, span.step))
+        return _union(outside)
 
     def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
         awaited = torch.zeros(len(keys), dtype=torch.bool)
@@ -273,6 +267,12 @@ class Dilated(Pattern):
             if _at_or_after(position, head, r) // w == segment:  # a query of this head is to come
                 awaited |= (keys // w == segment) & (keys % r == head % r)
         return awaited
+
+
+def _union(spans: Iterable[range]) -> Tensor:
+    """All members, sorted: int64."""
+    rows = [torch.arange(s.start, s.stop, s.step) for s in spans if s]
+    return torch.unique(torch.cat(rows)) if rows else torch.zeros(0, dtype=torch.int64)
 
 
 def _at_or_after(start: int, head: int, r: int) -> int:

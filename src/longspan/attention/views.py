@@ -95,13 +95,16 @@ def forward(
         part, part_lse = flash(
             piece.split(q), piece.split(k), piece.split(v), 0.0, is_causal, scale=scale
         )
-        part, part_lse = piece.join(part, out), piece.join(part_lse, lse)
-        old, old_lse = piece.of(out), piece.of(lse)
-        new_lse = torch.logaddexp(old_lse, part_lse)
-        old.mul_((old_lse - new_lse).exp()[..., None])
-        old.addcmul_(part.to(old.dtype), (part_lse - new_lse).exp()[..., None])
-        old_lse.copy_(new_lse)
+        join_part(piece.of(out), piece.of(lse), piece.join(part, out), piece.join(part_lse, lse))
     return out.to(q.dtype), stored_lse
+
+
+def join_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
+    """Take a part's output (..., head_dim) and log-sum-exp (...) into those of the others."""
+    joined = torch.logaddexp(lse, part_lse)
+    out.mul_((lse - joined).exp()[..., None])
+    out.addcmul_(part.to(out.dtype), (part_lse - joined).exp()[..., None])
+    lse.copy_(joined)
 
 
 def backward(
