@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.attention import (
@@ -15,10 +17,14 @@ from longspan.attention import (
     Dilated,
     MultiheadDilatedAttention,
     Pattern,
+    best_shards,
+    choose_way,
+    ring,
 )
-from longspan.attention.exchange import Heads, Shards, outer_rows, rows_between
+from longspan.attention.exchange import outer_rows, rows_between
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.sharded import attend_sharded
+from longspan.attention.shards import Heads, Shards
 from tests.harness import Ranks
 
 PATTERNS: dict[str, Pattern] = {
@@ -78,19 +84,61 @@ def test_borders_that_do_not_rise_are_refused() -> None:
             Shards(borders)
 
 
+@dataclass(frozen=True)
+class Case:
+    pattern: str
+    borders: tuple[int, ...]
+    heads: int
+    key_heads: int
+    way: str
+    is_causal: bool = True
+    masks: tuple[str, ...] = ()
+    is_paired: bool = False
+    scale: float | None = None
+
+    @property
+    def shards(self) -> Shards:
+        return Shards(self.borders, self.is_paired)
+
+    def options(self) -> dict[str, Any]:
+        tokens, found = self.borders[-1], dict[str, Any]()
+        if "documents" in self.masks:
+            borders = torch.tensor([[10, 25], [tokens // 2, tokens - 3]])
+            at = torch.arange(tokens)[None, None, :] >= borders[:, :, None]
+            found["documents"] = at.sum(1)
+        if "padding" in self.masks:
+            found["key_padding_mask"] = torch.arange(2 * tokens).view(2, -1) % 5 == 2
+        if "dropout" in self.masks:
+            found |= {"dropout_p": 0.3, "dropout_seed": 5}
+        return {"is_causal": self.is_causal, "scale": self.scale, **found}
+
+
+EVEN, ODD, FULL = (0, 16, 32, 48, 64), (0, 5, 21, 40, 61), ("documents", "padding", "dropout")
 CASES = [
-    ("longnet", (0, 16, 32, 48, 64), 4, 4, True, False),
-    ("longnet", (0, 16, 32, 48, 64), 4, 2, False, False),
-    ("longnet", (0, 32, 64, 96, 128), 3, 1, True, True),
-    ("halves", (0, 32, 48, 64), 2, 2, True, False),  # the first rank has nobody to talk to
-    ("uneven", (0, 5, 21, 40, 61), 4, 2, True, False),
-    ("uneven", (0, 5, 21, 40, 61), 4, 4, False, True),
-    ("some heads", (0, 16, 32, 48, 64), 4, 4, True, False),
-    ("blocks in segments", (0, 16, 32, 48, 64), 2, 2, True, False),
-    ("dense", (0, 7, 16, 30, 33), 4, 2, True, True),
-    ("dense", (0, 7, 16, 30, 33), 2, 2, False, False),
-    ("block sparse", (0, 16, 20, 48, 64), 4, 4, True, False),
-    ("block sparse", (0, 16, 20, 48, 64), 4, 1, False, True),
+    Case("longnet", EVEN, 4, 4, "rows"),
+    Case("longnet", EVEN, 4, 2, "rows", is_causal=False),
+    Case("longnet", (0, 32, 64, 96, 128), 3, 1, "rows", masks=("documents",)),
+    Case("longnet", (0, 64, 128), 4, 2, "nothing"),
+    Case("longnet", (0, 64, 128), 4, 2, "rows", masks=("padding",)),
+    Case("longnet", (0, 16, 32, 48, 61), 8, 2, "rows"),  # a rest of a row for some heads
+    Case("longnet", EVEN, 4, 2, "rows", scale=-0.3),
+    Case("halves", (0, 32, 48, 64), 2, 2, "rows"),  # the first rank has nobody to talk to
+    Case("uneven", ODD, 4, 2, "rows"),
+    Case("uneven", ODD, 4, 4, "rows", is_causal=False, masks=FULL),
+    Case("some heads", EVEN, 4, 4, "rows"),
+    Case("blocks in segments", EVEN, 2, 2, "rows"),
+    Case("dense", (0, 7, 16, 30, 33), 3, 1, "ring"),
+    Case("dense", (0, 7, 16, 30, 33), 2, 2, "ring", is_causal=False),
+    Case("dense", (0, 7, 16, 30, 33), 8, 2, "ring"),
+    Case("dense", (0, 4, 9, 12, 16, 20, 21, 30, 33), 2, 1, "ring", is_paired=True),
+    Case("dense", (0, 4, 9, 12, 16, 20, 21, 30, 33), 4, 4, "ring", is_paired=True),
+    Case("dense", (0, 7, 16, 30, 33), 4, 4, "heads"),
+    Case("dense", tuple(range(0, 45, 5)), 8, 4, "heads", False, ("documents", "padding")),
+    Case("dense", (0, 7, 16, 30, 33), 4, 4, "heads", is_causal=False, scale=-0.3),
+    Case("dense", (0, 7, 16, 30, 33), 4, 2, "rows", masks=FULL),
+    Case("block sparse", (0, 16, 20, 48, 64), 3, 3, "rows"),
+    Case("block sparse", (0, 16, 20, 48, 64), 4, 1, "rows", is_causal=False, masks=("documents",)),
+    Case("block sparse", EVEN, 8, 8, "heads", is_causal=False),
 ]
 
 
@@ -101,39 +149,29 @@ def inputs(tokens: int, heads: int, key_heads: int) -> tuple[Tensor, Tensor, Ten
     return q, k, v, grad
 
 
-def documents_of(tokens: int) -> Tensor:
-    borders = torch.tensor([[10, 25], [tokens // 2, tokens - 3]])
-    return (torch.arange(tokens)[None, None, :] >= borders[:, :, None]).sum(1)
+def attend_on_a_rank(rank: int, world: int, case: Case) -> list[Tensor]:
+    shards = case.shards
+    *qkv, grad = inputs(shards.tokens, case.heads, case.key_heads)
+    qkv = [x[:, shards.positions(rank)].requires_grad_() for x in qkv]
+    group = torch.distributed.group.WORLD
+    out = attend_sharded(*qkv, PATTERNS[case.pattern], group=group, shards=shards, **case.options())
+    return [out.detach(), *torch.autograd.grad(out, qkv, grad[:, shards.positions(rank)])]
 
 
-def attend_on_a_rank(rank: int, world: int, case: int, dtype: torch.dtype) -> list[Tensor]:
-    name, borders, heads, key_heads, is_causal, has_documents = CASES[case]
-    shards = Shards(borders)
-    own = slice(shards.of(rank).start, shards.of(rank).stop)
-    *qkv, grad = (x[:, own].to(dtype) for x in inputs(shards.tokens, heads, key_heads))
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.pattern}-{case.way}")
+def test_equals_the_oracle(ranks: Ranks, case: Case) -> None:
+    pattern, shards = PATTERNS[case.pattern], case.shards
+    *qkv, grad = inputs(shards.tokens, case.heads, case.key_heads)
     qkv = [x.requires_grad_() for x in qkv]
-    out = attend_sharded(
-        *qkv,
-        PATTERNS[name],
-        group=torch.distributed.group.WORLD,
-        shards=shards,
-        is_causal=is_causal,
-        documents=documents_of(shards.tokens) if has_documents else None,
-    )
-    return [out.detach(), *torch.autograd.grad(out, qkv, grad)]
-
-
-@pytest.mark.parametrize("case", range(len(CASES)), ids=[case[0] for case in CASES])
-def test_equals_the_oracle(ranks: Ranks, case: int) -> None:
-    name, borders, heads, key_heads, is_causal, has_documents = CASES[case]
-    *qkv, grad = inputs(borders[-1], heads, key_heads)
-    qkv = [x.requires_grad_() for x in qkv]
-    documents = documents_of(borders[-1]) if has_documents else None
-    out = attend_oracle(*qkv, PATTERNS[name], is_causal=is_causal, documents=documents)
+    options = {**case.options(), "scale": 1.0 if case.scale is None else case.scale}
+    options.pop("dropout_seed", None)
+    assert choose_way(qkv[0], qkv[1], pattern, shards, **options).name == case.way
+    out = attend_oracle(*qkv, pattern, **case.options())
     expected = [out, *torch.autograd.grad(out, qkv, grad)]
-    parts = ranks.run(attend_on_a_rank, len(borders) - 1, case, torch.float64)
+    parts = ranks.run(attend_on_a_rank, shards.ranks, case)
     for found, right in zip(zip(*parts, strict=True), expected, strict=True):
-        torch.testing.assert_close(torch.cat(found, dim=1), right, rtol=1e-9, atol=1e-9)
+        order = torch.cat([shards.positions(rank) for rank in range(shards.ranks)])
+        torch.testing.assert_close(torch.cat(found, dim=1), right[:, order], rtol=1e-9, atol=1e-9)
 
 
 def module_on_a_rank(rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
@@ -168,24 +206,39 @@ def test_the_module_gives_what_it_gives_in_one_process(ranks: Ranks) -> None:
 
 
 class Sent(TorchDispatchMode):
-    """Counts the bytes that all-to-all takes from this rank."""
+    """Counts the bytes that this rank gives to the others."""
 
     bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "alltoall" in func.__name__:
-            self.bytes += args[1].nbytes
+        if "all_to_all" in func.__name__:
+            rows, _, given, _ = args
+            to_others = sum(given) - given[torch.distributed.get_rank()]
+            self.bytes += rows.nbytes // max(1, len(rows)) * to_others
+        if "ring_attention" in func.__name__:  # an operator that hides what is within
+            with self:
+                return ring._forward(*args)
         return func(*args, **(kwargs or {}))
 
 
-def bytes_sent(rank: int, world: int, name: str, tokens: int) -> tuple[int, int]:
-    """Forward, and backward."""
-    qkv = [torch.randn(1, tokens, 4, 8, requires_grad=True) for _ in range(3)]
-    with Sent() as forward:
-        out = attend_sharded(*qkv, PATTERNS[name], group=torch.distributed.group.WORLD)
-    with Sent() as backward:
-        out.sum().backward()
-    return forward.bytes, backward.bytes
+def bytes_sent(
+    rank: int, world: int, name: str, tokens: int, is_paired: bool, heads: int
+) -> tuple[int, int, dict[str, int]]:
+    """Forward, backward, and which collectives torch saw."""
+    qkv = [torch.randn(1, tokens, heads, 8, requires_grad=True) for _ in range(3)]
+    shards = Shards.even(world * tokens, world, is_paired=is_paired)
+    with CommDebugMode() as collectives:
+        with Sent() as forward:
+            out = attend_sharded(
+                *qkv, PATTERNS[name], group=torch.distributed.group.WORLD, shards=shards
+            )
+        with Sent() as backward:
+            out.sum().backward()
+    counts = {str(op): count for op, count in collectives.get_comm_counts().items()}
+    return forward.bytes, backward.bytes, counts
+
+
+ROW = 2 * 8 * 4  # a key and a value of eight float32
 
 
 @pytest.mark.parametrize("name", ["longnet", "long", "block sparse"])
@@ -193,16 +246,54 @@ def bytes_sent(rank: int, world: int, name: str, tokens: int) -> tuple[int, int]
 def test_as_many_bytes_are_sent_as_the_pattern_needs(ranks: Ranks, name: str, world: int) -> None:
     tokens, heads = 16, Heads(4, 4)
     shards = Shards.even(world * tokens, world)
-    found = ranks.run(bytes_sent, world, name, tokens)
-    row = 2 * 8 * 4  # a key and a value of eight float32
+    found = ranks.run(bytes_sent, world, name, tokens, False, 4)
     for source in range(world):
         sent = [
             rows_between(PATTERNS[name], shards, source, destination, heads, True)
             for destination in range(world)
         ]
-        assert found[source][0] == row * sum(len(rows) for to in sent for rows in to)
-    assert sum(b for _, b in found) == sum(f for f, _ in found)  # each gradient goes back
+        assert found[source][0] == ROW * sum(len(rows) for to in sent for rows in to)
+        assert list(found[source][2].values()) == [2]  # one there, one back
+    assert sum(b for _, b, _ in found) == sum(f for f, _, _ in found)  # each gradient goes back
+
+
+@pytest.mark.parametrize("is_paired", [False, True])
+def test_a_ring_sends_the_keys_that_are_seen(ranks: Ranks, is_paired: bool) -> None:
+    """Counted position by position: a key goes to each rank that has a later query."""
+    world, tokens = 4, 16
+    shards = Shards.even(world * tokens, world, is_paired=is_paired)
+    found = ranks.run(bytes_sent, world, "dense", tokens, is_paired, 3)
+    for source, (forward, _, _) in enumerate(found):
+        seen = [
+            int((shards.positions(source) < shards.positions(reader).max()).sum())
+            for reader in range(world)
+            if reader != source
+        ]
+        assert forward == 3 * ROW * sum(seen)
+    total = sum(f for f, _, _ in found)
+    assert sum(b for _, b, _ in found) == 2 * total  # keys once more, and their gradients
 
 
 def test_a_branch_inside_the_shards_sends_nothing(ranks: Ranks) -> None:
-    assert ranks.run(bytes_sent, 2, "longnet", 64) == [(0, 0)] * 2
+    assert ranks.run(bytes_sent, 2, "longnet", 64, False, 4) == [(0, 0, {})] * 2
+
+
+def test_pairs_of_pieces_see_as_much_on_every_rank() -> None:
+    shards = Shards.even(64, 4, is_paired=True)
+    work = [int((shards.positions(rank) + 1).sum()) for rank in range(4)]
+    assert len(set(work)) == 1
+    assert sorted(torch.cat([shards.positions(rank) for rank in range(4)]).tolist()) == [*range(64)]
+
+
+def test_the_cut_follows_the_bytes() -> None:
+    """Few key heads: the ring moves less than an exchange for heads, and is cut in pairs."""
+    assert best_shards(Dense(), 64, 4, Heads(8, 1)).is_paired
+    assert not best_shards(Dense(), 64, 4, Heads(8, 8)).is_paired
+    assert not best_shards(Dense(), 63, 4, Heads(8, 1)).is_paired
+    assert not best_shards(PATTERNS["longnet"], 64, 4, Heads(8, 1)).is_paired
+
+
+def test_pairs_are_refused_where_they_have_no_use() -> None:
+    q, shards = torch.zeros(1, 16, 4, 8), Shards.even(64, 4, is_paired=True)
+    with pytest.raises(ValueError, match="paired shards are for causal dense attention"):
+        choose_way(q, q, PATTERNS["longnet"], shards)

@@ -108,3 +108,27 @@ def test_tensor(ranks: Ranks) -> None:
         "all_reduce": LAYERS * per_block + embedding,  # by DTensor
         "allreduce": loss + norm,
     }
+
+
+DENSE = [
+    "attention.kind=dense",
+    "attention.segment_lengths=[]",
+    "attention.dilation_rates=[]",
+    "model.kv_heads=1",
+]
+WAYS = {
+    "rows": (2, ["attention.segment_lengths=[64]", "attention.dilation_rates=[2]"], 2),  # and back
+    "ring": (2, DENSE, 3),  # again for the backward pass, and back
+    "heads": (4, [*DENSE, "model.heads=4", "model.kv_heads=4"], 8),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
+def test_sequence(ranks: Ranks, way: str, remat: str) -> None:
+    """Activations that are computed again do not travel again."""
+    world, overrides, per_block = WAYS[way]
+    options = [f"layout.sequence={world}", f"train.remat={remat}", *overrides]
+    counts = ranks.run(collectives_of_a_step, world, options)[0]
+    found = sum(n for name, n in counts.items() if name.startswith("gloo:all_to_all"))
+    assert found == per_block * LAYERS

@@ -148,6 +148,7 @@ def test_a_layout_does_not_change_the_run(
 
 KINDS = {
     "dense": ["attention.kind=dense"],
+    "dense with one key head": ["attention.kind=dense", "model.kv_heads=1"],
     "block sparse": [
         "attention.kind=block_sparse",
         "attention.block_size=8",
@@ -158,13 +159,22 @@ KINDS = {
 NO_BRANCHES = ["attention.segment_lengths=[]", "attention.dilation_rates=[]"]
 
 
-@pytest.mark.parametrize("layout", ["layout.sequence=4", "layout.tensor=4"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *[(kind, ["layout.sequence=4"]) for kind in KINDS],
+        ("dense", ["layout.tensor=4"]),
+        ("block sparse", ["layout.tensor=4"]),
+        ("dense with one key head", ["layout.sequence=2", "layout.pipeline=2"]),
+        ("dense", ["layout.sequence=2", "layout.tensor=2", "layout.split_norms=true"]),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
 def test_nor_does_it_under_another_pattern(
-    ranks: Ranks, single: Callable[..., Path], tmp_path: Path, kind: str, layout: str
+    ranks: Ranks, single: Callable[..., Path], tmp_path: Path, kind: str, layout: list[str]
 ) -> None:
     pattern = (*NO_BRANCHES, *KINDS[kind])
-    options = [layout, *pattern, "train.micro_batch=4"]
+    options = [*layout, *pattern, "train.micro_batch=4"]
     ranks.run(train_rank, 4, options, str(tmp_path / "run"), False)
     assert_same_run(tmp_path / "run", single(*pattern))
 

@@ -60,7 +60,9 @@ def train_rank(rank: int, world: int, overrides: list[str], run_dir: str) -> Non
 
 
 @pytest.mark.parametrize("change", ["train.remat=full", "train.offload_activations=true"])
-@pytest.mark.parametrize("layout", ["layout.zero=3", "layout.tensor=2", "layout.pipeline=2"])
+@pytest.mark.parametrize(
+    "layout", ["layout.zero=3", "layout.tensor=2", "layout.pipeline=2", "layout.sequence=2"]
+)
 def test_nor_does_it_in_a_layout(ranks: Ranks, tmp_path: Path, layout: str, change: str) -> None:
     for name, changes in (("plain", []), ("again", [change])):
         ranks.run(train_rank, 2, [layout, *changes], str(tmp_path / name))

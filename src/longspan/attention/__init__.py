@@ -1,7 +1,6 @@
 """What is attended: patterns, the float64 oracle and the operator."""
 
 from longspan.attention.cache import KVCache
-from longspan.attention.exchange import Shards
 from longspan.attention.masked import Mask
 from longspan.attention.modules import (
     BlockSparseAttention,
@@ -12,7 +11,8 @@ from longspan.attention.operator import attend, choose_backend
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern, pattern_of
 from longspan.attention.picture import picture, picture_svg
-from longspan.attention.sharded import attend_sharded
+from longspan.attention.sharded import attend_sharded, best_shards, choose_way
+from longspan.attention.shards import Heads, Shards
 
 __all__ = [
     "BlockSparse",
@@ -20,6 +20,7 @@ __all__ = [
     "Dense",
     "Dilated",
     "DilatedAttention",
+    "Heads",
     "KVCache",
     "Mask",
     "MultiheadDilatedAttention",
@@ -28,7 +29,9 @@ __all__ = [
     "attend",
     "attend_oracle",
     "attend_sharded",
+    "best_shards",
     "choose_backend",
+    "choose_way",
     "pattern_of",
     "picture",
     "picture_svg",

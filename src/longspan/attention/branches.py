@@ -11,6 +11,7 @@ attention takes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Any
@@ -69,11 +70,48 @@ def attend_in_branches(
         backend,
     )
     out: Tensor
-    if torch.compiler.is_compiling() or type(q) is not Tensor or _get_current_dispatch_mode():
+    if _is_watched(q):
         out, _ = branch_attention(*arguments)
     else:
         out, _ = _BranchAttention.apply(*arguments)  # type: ignore[no-untyped-call]
     return out
+
+
+def _is_watched(q: Tensor) -> bool:
+    return (
+        torch.compiler.is_compiling()
+        or type(q) is not Tensor
+        or _get_current_dispatch_mode() is not None
+    )
+
+
+def branch_forward(
+    q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int], rates: Sequence[int],
+    first_head: int, scale: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Causal dilated attention, and its natural log-sum-exp (batch, tokens, heads).
+
+    For one who joins it to other parts: no gradient flows, `branch_gradients` gives it.
+    """
+    backend = "views" if q.device.type == "cpu" else "triton"
+    run = branch_attention if _is_watched(q) else _forward
+    out, lse = run(
+        q, k, v, None, None, segment_lengths, rates, [], first_head, True, scale, backend
+    )
+    return out, lse.transpose(1, 2) * (1 if backend == "views" else math.log(2))
+
+
+def branch_gradients(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    segment_lengths: Sequence[int], rates: Sequence[int], first_head: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Its share of the gradients of q, k and v, where `out` and `lse` are the joined ones."""
+    backend = "views" if q.device.type == "cpu" else "triton"
+    stored = (lse / (1 if backend == "views" else math.log(2))).transpose(1, 2).contiguous()
+    return _backward(
+        grad, q, k, v, None, None, out, stored, segment_lengths, rates, [], first_head, True, scale,
+        backend,
+    )  # fmt: skip
 
 
 def _blocks(numbers: Sequence[float]) -> BlockSparse | None:

@@ -3,8 +3,9 @@
 Where shards and segments fit each other, every branch falls into two parts. Among a rank's own
 tokens it is a dilated branch of the same rate. And the rows it fetches lie before all of the rank's
 queries, in their segment: each query of that residue sees all of them. That part is plain dense
-attention of strided queries over the fetched rows, without a mask. The parts are joined by their
-log-sum-exps, and a part's share of the gradient follows from the joined result (see `views.py`).
+attention of the branch's queries over the fetched rows, without a mask. The parts are joined by
+their log-sum-exps, and a part's share of the gradient follows from the joined result (see
+`parts.py`).
 
 Rows are on their way while the own part is computed, forward and backward.
 """
@@ -16,38 +17,42 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention import views
+from longspan.attention.branches import branch_forward, branch_gradients
 from longspan.attention.exchange import (
-    Heads,
     Plan,
-    Shards,
+    arrived,
     gathered,
     plan_of,
     return_gradients,
     send_rows,
 )
+from longspan.attention.parts import attend_part, exact_type, join_part, part_gradients
 from longspan.attention.pattern import Dilated
+from longspan.attention.shards import Heads, Shards
 
 
 @dataclass(frozen=True, eq=False)
 class Crossing:
-    """The queries of one residue of a branch, and the fetched rows that each head of them sees."""
+    """Queries of a branch, as many of each of its heads, and the fetched rows that they see."""
 
-    tokens: slice
-    heads: slice
-    index: Tensor  # (rows, heads) of the fetched rows
+    queries: Tensor  # (rows, heads) of the own (tokens · heads)
+    keys: Tensor  # (rows, heads) of the fetched rows
 
-    def queries(self, x: Tensor) -> Tensor:
-        """(batch, tokens, heads, ...) to (batch, own heads, own tokens, ...), a view."""
-        return x[:, self.tokens, self.heads].transpose(1, 2)
+    def of_own(self, x: Tensor) -> Tensor:
+        """(batch, tokens, heads, ...) to (batch, rows, heads, ...), a copy."""
+        return x.flatten(1, 2)[:, self.queries]
 
-    def rows(self, fetched: Tensor) -> Tensor:
-        """Fetched rows (all, batch, head_dim) to (batch, heads, rows, head_dim)."""
-        return fetched[self.index].permute(2, 1, 0, 3)
+    def put(self, x: Tensor, rows: Tensor) -> None:
+        """The inverse of `of_own`."""
+        x.view(x.shape[0], -1, *x.shape[3:])[:, self.queries] = rows
+
+    def of_fetched(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Fetched rows (all, 2, batch, head_dim) to keys and values (batch, rows, heads, ...)."""
+        keys, values = rows[self.keys].permute(2, 3, 0, 1, 4)
+        return keys, values
 
 
 @dataclass(frozen=True, eq=False)
@@ -64,7 +69,7 @@ def parts_of(
 ) -> Parts | None:
     """None where a segment that began before the shard ends within it, or residues do not fit."""
     own, plan = shards.of(rank), plan_of(pattern, shards, rank, heads, True, device)
-    group, lengths, crossings = heads.queries // heads.keys, [], []
+    lengths, crossings = [], []
     for w, r in pattern.branches:
         start = own.start // w * w
         if start == own.start:
@@ -73,26 +78,35 @@ def parts_of(
         if own.stop > start + w or own.start % r:
             return None
         lengths.append(-(-len(own) // r) * r)
-        for residue in range(min(r, len(own))):
-            first = (residue - pattern.first_head) % r
-            readers = range(first, heads.queries, r)
-            positions = torch.arange(start + residue, own.start, r)
-            if not readers or not len(positions):
-                continue
-            index = [
-                plan.received[h // group][torch.searchsorted(plan.positions[h // group], positions)]
-                for h in readers
-            ]
-            tokens = slice(residue, len(own), r)
-            crossings.append(Crossing(tokens, slice(first, None, r), torch.stack(index, dim=1)))
+        residues = {head: (pattern.first_head + head) % r for head in range(heads.queries)}
+        whole = len(own) // r  # rows of every head; of the first residues there is one more
+        rest = [head for head, residue in residues.items() if residue < len(own) % r]
+        for first, last, readers in ((0, whole, list(residues)), (whole, whole + 1, rest)):
+            if first < last and readers:
+                rows = torch.arange(first, last)
+                queries = [(residues[h] + r * rows) * heads.queries + h for h in readers]
+                firsts = [start + residues[h] for h in readers]
+                keys = [
+                    _fetched(plan, heads, h, first_row, own.start, r)
+                    for h, first_row in zip(readers, firsts, strict=True)
+                ]
+                pair = (torch.stack(x, dim=1).to(device) for x in (queries, keys))
+                crossings.append(Crossing(*pair))
     return Parts(tuple(lengths), tuple(crossings))
+
+
+def _fetched(plan: Plan, heads: Heads, head: int, first: int, stop: int, step: int) -> Tensor:
+    """Which of the fetched rows are those of a query head at first, first + step, …"""
+    key_head = head * heads.keys // heads.queries
+    positions = torch.arange(first, stop, step)
+    return plan.received[key_head].cpu()[torch.searchsorted(plan.positions[key_head], positions)]
 
 
 def attend_in_parts(
     q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, parts: Parts, plan: Plan, scale: float,
-    group: dist.ProcessGroup,
+    group: str,
 ) -> Tensor:  # fmt: skip
-    """q (batch, own tokens, heads, head_dim); k, v the same with heads that divide q's; on CPUs."""
+    """q (batch, own tokens, heads, head_dim); k, v the same with heads that divide q's."""
     out: Tensor = _AttendInParts.apply(  # type: ignore[no-untyped-call]
         q, k, v, pattern, parts, plan, scale, group
     )
@@ -103,44 +117,47 @@ class _AttendInParts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, parts: Parts, plan: Plan,
-        scale: float, group: dist.ProcessGroup,
+        scale: float, group: str,
     ) -> Tensor:  # fmt: skip
         under_way = send_rows(k, v, plan, group)
-        branches = (parts.segment_lengths, pattern.dilation_rates, pattern.first_head, True, scale)
-        out, stored_lse = views.forward(q, k, v, *branches)
-        exact, lse = out.to(stored_lse.dtype), stored_lse.transpose(1, 2)
-        fetched = under_way.wait()  # (rows, 2, batch, head_dim)
+        branches = (parts.segment_lengths, pattern.dilation_rates, pattern.first_head, scale)
+        local, local_lse = branch_forward(q, k, v, *branches)
+        # Copies: an activation that is kept for a second pass must not change.
+        exact = local.to(exact_type(q), copy=True)
+        lse = local_lse.clone(memory_format=torch.contiguous_format)
+        fetched = arrived(under_way)  # (rows, 2, batch, head_dim)
         for crossing in parts.crossings:
-            keys, values = (crossing.rows(fetched[:, i]) for i in (0, 1))
-            queries = crossing.queries(q).contiguous()
-            part, part_lse = views.flash(queries, keys, values, 0.0, False, scale=scale)
-            views.join_part(crossing.queries(exact), crossing.queries(lse), part, part_lse)
+            keys, values = crossing.of_fetched(fetched)
+            part = attend_part(crossing.of_own(q), keys, values, is_causal=False, scale=scale)
+            joined, joined_lse = crossing.of_own(exact), crossing.of_own(lse)
+            join_part(joined, joined_lse, *part)
+            crossing.put(exact, joined)
+            crossing.put(lse, joined_lse)
         out = exact.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, stored_lse, fetched)
+        ctx.save_for_backward(q, k, v, out, lse, fetched)
         ctx.branches, ctx.parts, ctx.plan, ctx.group = branches, parts, plan, group
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, stored_lse, fetched = ctx.saved_tensors
-        scale, lse = ctx.branches[-1], stored_lse.transpose(1, 2)
+        q, k, v, out, lse, fetched = ctx.saved_tensors
         grad_rows = torch.zeros_like(fetched, dtype=lse.dtype)
-        grad_q = torch.zeros_like(q, dtype=lse.dtype)
+        grad_q = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
         for crossing in ctx.parts.crossings:
-            keys, values = (crossing.rows(fetched[:, i]) for i in (0, 1))
-            own = (crossing.queries(x).contiguous() for x in (grad, q))
-            joined = (crossing.queries(x).contiguous() for x in (out, lse))
-            share_q, *shares = views.flash_backward(
-                *own, keys, values, *joined, 0.0, False, scale=scale
-            )
-            crossing.queries(grad_q).add_(share_q)
-            for i, share in enumerate(shares):  # a row gets a share from each head and branch
-                of_row = share.permute(2, 1, 0, 3).flatten(0, 1).to(grad_rows.dtype)
-                grad_rows[:, i].index_add_(0, crossing.index.flatten(), of_row)
+            own_grad, own_q, own_out, own_lse = (crossing.of_own(x) for x in (grad, q, out, lse))
+            keys, values = crossing.of_fetched(fetched)
+            share_q, *shares = part_gradients(
+                own_grad, own_q, keys, values, own_out, own_lse, is_causal=False,
+                scale=ctx.branches[-1],
+            )  # fmt: skip
+            crossing.put(grad_q, crossing.of_own(grad_q) + share_q)
+            of_rows = torch.stack(shares).permute(2, 3, 0, 1, 4).flatten(0, 1)
+            # A row gets a share from each head and branch.
+            grad_rows.index_add_(0, crossing.keys.flatten(), of_rows.to(grad_rows.dtype))
         under_way = return_gradients(grad_rows.to(q.dtype), ctx.plan, ctx.group)
-        local_q, *local = views.backward(grad, q, k, v, out, stored_lse, *ctx.branches)
-        elsewhere = gathered(under_way.wait(), ctx.plan, k.shape)
+        local_q, *local = branch_gradients(grad, q, k, v, out, lse, *ctx.branches)
+        elsewhere = gathered(arrived(under_way), ctx.plan, k.shape)
         grad_k, grad_v = (a + b for a, b in zip(local, elsewhere, strict=True))
         grads = (local_q + grad_q, grad_k, grad_v)
         return (*(x.to(q.dtype) for x in grads), *[None] * 5)

@@ -11,58 +11,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention.pattern import Pattern
-
-
-@dataclass(frozen=True)
-class Shards:
-    """A sequence cut into consecutive shards, one per rank: [borders[i], borders[i + 1])."""
-
-    borders: tuple[int, ...]
-
-    def __post_init__(self) -> None:
-        rising = all(a < b for a, b in pairwise(self.borders))
-        if len(self.borders) < 2 or self.borders[0] != 0 or not rising:
-            raise ValueError(f"borders must rise from 0, one more than ranks, got {self.borders}")
-
-    @staticmethod
-    def even(tokens: int, ranks: int) -> Shards:
-        """Shards of one length, but that the last ones may be a token shorter."""
-        if tokens < ranks:
-            raise ValueError(f"{tokens} tokens do not reach for {ranks} shards")
-        whole, rest = divmod(tokens, ranks)
-        return Shards(tuple(i * whole + min(i, rest) for i in range(ranks + 1)))
-
-    @property
-    def ranks(self) -> int:
-        return len(self.borders) - 1
-
-    @property
-    def tokens(self) -> int:
-        return self.borders[-1]
-
-    def of(self, rank: int) -> range:
-        return range(self.borders[rank], self.borders[rank + 1])
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Query heads, and the key heads they share in equal groups."""
-
-    queries: int
-    keys: int
-
-    def readers(self, key_head: int) -> range:
-        group = self.queries // self.keys
-        return range(key_head * group, (key_head + 1) * group)
+from longspan.attention.shards import Heads, Shards
 
 
 @lru_cache(maxsize=4096)
@@ -146,37 +102,34 @@ def plan_of(
     )
 
 
-class UnderWay(NamedTuple):
-    """Rows that are being received."""
+def start(x: Tensor, given: Sequence[int], taken: Sequence[int], group: str) -> Tensor:
+    """Send given[i] rows of `x` to each rank i and begin to receive taken[i] rows from it.
 
-    rows: Tensor
-    work: dist.Work
-
-    def wait(self) -> Tensor:
-        self.work.wait()
-        return self.rows
-
-
-def _exchange(
-    x: Tensor, given: Sequence[int], taken: Sequence[int], group: dist.ProcessGroup
-) -> UnderWay:
-    rows = x.new_empty(sum(taken), *x.shape[1:])
-    work = dist.all_to_all_single(
-        rows, x.contiguous(), list(taken), list(given), group=group, async_op=True
+    What it returns is whole once it has `arrived`. `group`: the name of a process group. All that
+    ranks of a sequence tell one another goes through here.
+    """
+    received: Tensor = torch.ops._c10d_functional.all_to_all_single(
+        x.contiguous(), list(taken), list(given), group
     )
-    return UnderWay(rows, work)
+    return received
 
 
-def send_rows(k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> UnderWay:
+def arrived(x: Tensor) -> Tensor:
+    """Wait for what `start` gave."""
+    whole: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return whole
+
+
+def send_rows(k: Tensor, v: Tensor, plan: Plan, group: str) -> Tensor:
     """k, v (batch, own tokens, key heads, head_dim) to the planned (rows, 2, batch, head_dim)."""
     rows = torch.stack([k, v]).flatten(2, 3)  # (2, batch, tokens · heads, head_dim)
     sent = rows.index_select(2, plan.send_index).permute(2, 0, 1, 3)
-    return _exchange(sent, plan.send_counts, plan.receive_counts, group)
+    return start(sent, plan.send_counts, plan.receive_counts, group)
 
 
-def return_gradients(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> UnderWay:
+def return_gradients(rows: Tensor, plan: Plan, group: str) -> Tensor:
     """Gradients of what `send_rows` gave, back to the ranks they came from."""
-    return _exchange(rows, plan.receive_counts, plan.send_counts, group)
+    return start(rows, plan.receive_counts, plan.send_counts, group)
 
 
 def gathered(returned: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
@@ -188,7 +141,7 @@ def gathered(returned: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
     return rows.permute(1, 2, 0, 3).reshape(2, *shape)
 
 
-def fetch(k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+def fetch(k: Tensor, v: Tensor, plan: Plan, group: str) -> tuple[Tensor, Tensor]:
     """The rows of keys and values that this rank's queries see elsewhere.
 
     k, v: (batch, own tokens, key heads, head_dim), to (rows, batch, head_dim) each, in the order
@@ -200,17 +153,15 @@ def fetch(k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup) -> tuple[T
 
 class _Fetch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, k: Tensor, v: Tensor, plan: Plan, group: dist.ProcessGroup
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, k: Tensor, v: Tensor, plan: Plan, group: str) -> tuple[Tensor, Tensor]:
         ctx.plan, ctx.group, ctx.shape = plan, group, k.shape
-        received = send_rows(k, v, plan, group).wait()
+        received = arrived(send_rows(k, v, plan, group))
         return received[:, 0], received[:, 1]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
         rows = torch.stack([grad_k, grad_v], dim=1)
-        returned = return_gradients(rows, ctx.plan, ctx.group).wait()
+        returned = arrived(return_gradients(rows, ctx.plan, ctx.group))
         k, v = gathered(returned, ctx.plan, ctx.shape).to(rows.dtype)
         return k, v, None, None

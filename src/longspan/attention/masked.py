@@ -42,14 +42,16 @@ def masked_attention(
     key_positions: Tensor | None = None,
     *,
     first_query: int | None = None,
+    first_head: int = 0,
     tokens: int | None = None,
 ) -> Tensor:
     """q (batch, queries, heads, head_dim); k, v (batch, keys, kv_heads, head_dim).
 
     `key_positions`, int64 (keys,) and rising, says where the keys stand when not at 0, 1, 2…; it
     must hold every position that the queries see. The queries follow one another from
-    `first_query`; unless given, causal ones end with the last key, others begin at 0. `tokens` is
-    the length of the sequence where it goes on after the last key.
+    `first_query`; unless given, causal ones end with the last key, others begin at 0. `first_head`
+    says which of the mask's heads the first one is, `tokens` how long the sequence is where it goes
+    on after the last key.
     """
     queries, heads = q.shape[1:3]
     group = heads // k.shape[2]
@@ -64,7 +66,7 @@ def masked_attention(
         chunks = [
             checkpoint(
                 _attend_chunk, q[:, start : start + CHUNK, head], key, value, key_positions,
-                first_query + start, tokens, head, mask, scale, use_reentrant=False,
+                first_query + start, tokens, first_head + head, mask, scale, use_reentrant=False,
                 preserve_rng_state=False,
             )
             for start in range(0, queries, CHUNK)

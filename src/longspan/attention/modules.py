@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
@@ -31,8 +33,6 @@ class PatternAttention(nn.Module):
         sequence_parallel: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
-        if dropout > 0 and sequence_parallel is not None:
-            raise ValueError(f"sequence_parallel has no dropout yet: use 0, got {dropout}")
         self.sequence_parallel = sequence_parallel
         self.pattern = pattern
         self.dropout = dropout
@@ -50,23 +50,12 @@ class PatternAttention(nn.Module):
     ) -> Tensor:
         """Tensors and options as for `attend`: (batch, tokens, heads, head_dim).
 
-        With `sequence_parallel` as for `attend_sharded`, and without a padding mask.
+        With `sequence_parallel` as for `attend_sharded`.
         """
-        if self.sequence_parallel is not None:
-            if key_padding_mask is not None:
-                raise ValueError("sequence_parallel has no key_padding_mask yet: use documents")
-            return attend_sharded(
-                q,
-                k,
-                v,
-                self.pattern,
-                group=self.sequence_parallel,
-                is_causal=is_causal,
-                scale=self.softmax_scale,
-                documents=documents,
-            )
+        group = self.sequence_parallel
+        call = attend if group is None else partial(attend_sharded, group=group)
         dropout = self.dropout if self.training else 0.0
-        return attend(
+        return call(
             q,
             k,
             v,
@@ -76,11 +65,20 @@ class PatternAttention(nn.Module):
             documents=documents,
             key_padding_mask=key_padding_mask,
             dropout_p=dropout,
-            dropout_seed=int(torch.randint(1 << 31, ())) if dropout > 0 else 0,
+            dropout_seed=_new_seed(group, q.device) if dropout > 0 else 0,
         )
 
     def extra_repr(self) -> str:
         return repr(self.pattern)
+
+
+def _new_seed(group: ProcessGroup | None, device: torch.device) -> int:
+    """From torch's random state; of several ranks, from the first one's."""
+    seed = torch.randint(1 << 31, ())
+    if group is not None:
+        seed = seed.to(device)
+        dist.broadcast(seed, group=group, group_src=0)
+    return int(seed)
 
 
 class DilatedAttention(PatternAttention):

@@ -1,23 +1,38 @@
 """Attention over a sequence that lies on several ranks in shards.
 
-Each rank has the queries, keys and values of its shard, fetches the key rows that its queries see
-elsewhere (`exchange.py`), and attends to both: by kernels where `crossing.py` can, else by plain
-code, one key head after another.
+Each rank has the queries, keys and values of its shard. Which way they meet follows from the
+pattern, and where there are several from the bytes they move.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from longspan.attention.by_heads import attend_by_heads, can_split
 from longspan.attention.crossing import attend_in_parts, parts_of
-from longspan.attention.exchange import Heads, Plan, Shards, fetch, plan_of
+from longspan.attention.exchange import Plan, fetch, outer_rows, plan_of
 from longspan.attention.masked import Mask, masked_attention
 from longspan.attention.operator import attend
-from longspan.attention.pattern import Dilated, Pattern
+from longspan.attention.parts import has_kernel
+from longspan.attention.pattern import Dense, Dilated, Pattern
+from longspan.attention.ring import attend_in_rounds, seen_keys
+from longspan.attention.shards import Heads, Shards
+
+WayName = Literal["nothing", "rows", "ring", "heads"]
+
+
+@dataclass(frozen=True)
+class Way:
+    """What ranks tell one another, and why that."""
+
+    name: WayName
+    reason: str
 
 
 def attend_sharded(
@@ -31,33 +46,124 @@ def attend_sharded(
     is_causal: bool = True,
     scale: float | None = None,
     documents: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int = 0,
 ) -> Tensor:
     """`attend`, where each rank of `group` holds one shard of the tokens.
 
     q: (batch, own tokens, heads, head_dim); k, v: (batch, own tokens, kv_heads, head_dim). Unless
-    `shards` says otherwise, all shards are as long as this one. `documents`: integers (batch,
-    tokens) of the whole sequence, the same on every rank.
+    `shards` says otherwise, all shards are as long as this one. `documents` and `key_padding_mask`
+    are those of the whole sequence, (batch, tokens), the same on every rank, as `dropout_seed` is.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     shards = shards or Shards.even(ranks * q.shape[1], ranks)
-    own = shards.of(rank)
-    if shards.ranks != ranks or len(own) != q.shape[1] or k.shape[1] != q.shape[1]:
+    if shards.ranks != ranks or shards.length(rank) != q.shape[1] or k.shape[1] != q.shape[1]:
         raise ValueError(
-            f"expected {shards.ranks} ranks and, on rank {rank}, {len(own)} tokens of q and k, got "
-            f"{ranks} ranks, {q.shape[1]} and {k.shape[1]} tokens"
+            f"expected {shards.ranks} ranks and, on rank {rank}, {shards.length(rank)} tokens of q "
+            f"and k, got {ranks} ranks, {q.shape[1]} and {k.shape[1]} tokens"
         )
-    heads = Heads(q.shape[2], k.shape[2])
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    if isinstance(pattern, Dilated) and documents is None and _fits(shards, pattern):
-        return attend(q, k, v, pattern, is_causal=is_causal, scale=scale)
+    mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p, dropout_seed)
+    heads, name = Heads(q.shape[2], k.shape[2]), group.group_name
+    match _choose(q, mask, scale, shards, heads).name:
+        case "nothing":
+            return attend(q, k, v, pattern, is_causal=is_causal, scale=scale)
+        case "ring":
+            return attend_in_rounds(
+                q, k, v, shards, rank, is_causal=is_causal, scale=scale, group=name
+            )
+        case "heads":
+            return attend_by_heads(q, k, v, mask, scale, shards, rank, name)
     plan = plan_of(pattern, shards, rank, heads, is_causal, q.device)
-    if isinstance(pattern, Dilated) and _can_part(q, pattern, documents, is_causal, scale):
-        parts = parts_of(pattern, shards, rank, heads, q.device)
+    # Each rank may answer this otherwise: both ways send the same rows.
+    if isinstance(pattern, Dilated) and _is_plain(q, mask, scale) and is_causal:
+        parts = parts_of(pattern, shards, rank, heads, q.device) if not pattern.blocks else None
         if parts is not None:
-            return attend_in_parts(q, k, v, pattern, parts, plan, scale, group)
-    k_rows, v_rows = fetch(k, v, plan, group)
-    mask = Mask(pattern, is_causal, documents)
-    return _attend_to_both(q, k, v, k_rows, v_rows, plan, mask, scale, own, shards.tokens, heads)
+            return attend_in_parts(q, k, v, pattern, parts, plan, scale, name)
+    k_rows, v_rows = fetch(k, v, plan, name)
+    return _attend_to_both(q, k, v, k_rows, v_rows, plan, mask, scale, shards, rank)
+
+
+def choose_way(
+    q: Tensor,
+    k: Tensor,
+    pattern: Pattern,
+    shards: Shards,
+    *,
+    is_causal: bool = True,
+    scale: float = 1.0,
+    documents: Tensor | None = None,
+    key_padding_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+) -> Way:
+    """The way `attend_sharded` takes for one rank's q and k, and why.
+
+    "nothing": every segment lies inside a shard. "rows": each rank fetches the key rows its queries
+    see elsewhere. "ring": all keys they see, from one rank at a time. "heads": tokens are exchanged
+    for heads before attention and back after it.
+    """
+    mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p)
+    return _choose(q, mask, scale, shards, Heads(q.shape[2], k.shape[2]))
+
+
+def _choose(q: Tensor, mask: Mask, scale: float, shards: Shards, heads: Heads) -> Way:
+    pattern = mask.pattern
+    is_plain = _is_plain(q, mask, scale)
+    if shards.is_paired and not (isinstance(pattern, Dense) and mask.is_causal and is_plain):
+        raise ValueError(
+            "paired shards are for causal dense attention without documents, padding and dropout, "
+            f"got {pattern}: use consecutive shards"
+        )
+    if isinstance(pattern, Dilated):
+        masks_nothing = mask.documents is None and mask.key_padding_mask is None
+        if masks_nothing and mask.dropout_p == 0 and _fits(shards, pattern):
+            return Way("nothing", "every segment lies inside a shard")
+        return Way("rows", "a dilated pattern, of which few rows are seen elsewhere")
+    is_ring = isinstance(pattern, Dense) and is_plain
+    moved = vectors_moved(pattern, shards, heads, mask.is_causal)
+    other: WayName = "ring" if is_ring else "rows"
+    counts = f"{other} {moved[other]:,} vectors in a step"
+    if mask.dropout_p > 0 or shards.is_paired:
+        return Way(other, "there is dropout" if mask.dropout_p else "the shards are paired")
+    if "heads" not in moved:
+        return Way(other, f"{heads.queries} heads do not split over {shards.ranks} ranks")
+    counts = f"{counts}, heads {moved['heads']:,}"
+    return Way("heads" if moved["heads"] < moved[other] else other, counts)
+
+
+@lru_cache(maxsize=64)
+def vectors_moved(
+    pattern: Pattern, shards: Shards, heads: Heads, is_causal: bool
+) -> dict[WayName, int]:
+    """Vectors of head_dim numbers that all ranks send, forward and backward, each way."""
+    ranks = range(shards.ranks)
+    moved: dict[WayName, int] = {}
+    if isinstance(pattern, Dense):
+        seen = sum(seen_keys(shards, a, b, is_causal) for a in ranks for b in ranks if a != b)
+        moved["ring"] = 3 * 2 * heads.keys * seen  # keys and values, again, and their gradients
+        moved["rows"] = 2 * 2 * heads.keys * seen
+    else:
+        rows = (outer_rows(pattern, shards, rank, heads, is_causal) for rank in ranks)
+        moved["rows"] = 2 * 2 * sum(len(x) for of_rank in rows for x in of_rank)
+    if can_split(heads, shards.ranks):
+        away = shards.tokens - shards.tokens // shards.ranks  # queries, keys, values and outputs
+        per_token = 2 * heads.queries + 2 * max(heads.keys, shards.ranks)
+        moved["heads"] = 2 * per_token * away
+    return moved
+
+
+def best_shards(pattern: Pattern, tokens: int, ranks: int, heads: Heads) -> Shards:
+    """How to cut a sequence for causal attention: in pairs of pieces where dense attention goes
+    round the ring, which then has as much to do on every rank; else in consecutive shards.
+    """
+    plain = Shards.even(tokens, ranks)
+    if not isinstance(pattern, Dense) or tokens % (2 * ranks):
+        return plain
+    pairs = Shards.even(tokens, ranks, is_paired=True)
+    by_heads = vectors_moved(pattern, plain, heads, True).get("heads")
+    in_pairs = vectors_moved(pattern, pairs, heads, True)["ring"]
+    return plain if by_heads is not None and by_heads < in_pairs else pairs
 
 
 def _fits(shards: Shards, pattern: Dilated) -> bool:
@@ -65,22 +171,20 @@ def _fits(shards: Shards, pattern: Dilated) -> bool:
     return all(start % w == 0 for start in shards.borders[:-1] for w in pattern.segment_lengths)
 
 
-def _can_part(
-    q: Tensor, pattern: Dilated, documents: Tensor | None, is_causal: bool, scale: float
-) -> bool:
-    """Whether `crossing.py` can do it; each rank may answer otherwise, as both ways send alike."""
-    plain = pattern.blocks is None and documents is None
-    return plain and is_causal and scale > 0 and q.device.type == "cpu"
+def _is_plain(q: Tensor, mask: Mask, scale: float) -> bool:
+    """Whether nothing is masked but by the pattern, and there are kernels."""
+    masks_nothing = mask.documents is None and mask.key_padding_mask is None
+    return masks_nothing and mask.dropout_p == 0 and scale > 0 and has_kernel(q)
 
 
 def _attend_to_both(
     q: Tensor, k: Tensor, v: Tensor, k_rows: Tensor, v_rows: Tensor, plan: Plan, mask: Mask,
-    scale: float, own: range, tokens: int, heads: Heads,
+    scale: float, shards: Shards, rank: int,
 ) -> Tensor:  # fmt: skip
     """One key head after another, since each has rows of its own."""
-    parts = []
-    for key_head in range(heads.keys):
-        readers, where = heads.readers(key_head), plan.positions[key_head]
+    own, parts = shards.of(rank), []
+    for key_head in range(k.shape[2]):
+        readers, where = Heads(q.shape[2], k.shape[2]).readers(key_head), plan.positions[key_head]
         before = int(torch.searchsorted(where, own.start))
         of_head = plan.received[key_head]
 
@@ -89,20 +193,17 @@ def _attend_to_both(
             around = [fetched[:, :before], x[:, :, key_head], fetched[:, before:]]  # noqa: B023
             return torch.cat(around, dim=1)[:, :, None]
 
-        positions = torch.cat([where[:before], torch.tensor(own), where[before:]])
-        pattern = mask.pattern
-        if isinstance(pattern, Dilated):
-            pattern = replace(pattern, first_head=pattern.first_head + readers.start)
         parts.append(
             masked_attention(
                 q[:, :, readers.start : readers.stop],
                 joined(k, k_rows),
                 joined(v, v_rows),
-                replace(mask, pattern=pattern),
+                mask,
                 scale,
-                positions,
+                torch.cat([where[:before], torch.tensor(own), where[before:]]),
                 first_query=own.start,
-                tokens=tokens,
+                first_head=readers.start,
+                tokens=shards.tokens,
             )
         )
     return torch.cat(parts, dim=2)

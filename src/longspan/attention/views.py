@@ -7,10 +7,7 @@ such view is a batch of ordinary attentions.
 Worked example, w = 4, r = 2, two heads, eight tokens: head 0 reads rows 0 2 | 4 6, head 1 reads
 rows 1 3 | 5 7, where | parts the segments; rows 1 3 5 7 of head 0 are left to other branches.
 
-`scaled_dot_product_attention` hides the log-sum-exp; the ATen operator beneath it returns it and
-takes it back in its backward. That recomputes P = exp(S − lse) and uses δ = rowsum(dO ∘ O). Handed
-the *joined* O and lse instead of the part's own, P is the part's share of the joint softmax and δ
-the joint one, so the result is the part's exact share of the joint gradient.
+How a part's share of the gradient is found: see `parts.py`.
 """
 
 from __future__ import annotations
@@ -21,8 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+from longspan.attention.parts import exact_type, flash, flash_backward, join_part
 
 
 @dataclass(frozen=True)
@@ -86,7 +82,7 @@ def forward(
     """q (batch, tokens, heads, head_dim) and k, v with heads that divide q's, to the output and
     its log-sum-exp (batch, heads, tokens), which is float32 or, for float64, float64.
     """
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    exact = exact_type(q)
     q, k, v = (_rows(x, q.shape[2]) for x in (q, k, v))
     out = torch.zeros(q.shape, dtype=exact)
     stored_lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=exact)
@@ -97,14 +93,6 @@ def forward(
         )
         join_part(piece.of(out), piece.of(lse), piece.join(part, out), piece.join(part_lse, lse))
     return out.to(q.dtype), stored_lse
-
-
-def join_part(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> None:
-    """Take a part's output (..., head_dim) and log-sum-exp (...) into those of the others."""
-    joined = torch.logaddexp(lse, part_lse)
-    out.mul_((lse - joined).exp()[..., None])
-    out.addcmul_(part.to(out.dtype), (part_lse - joined).exp()[..., None])
-    lse.copy_(joined)
 
 
 def backward(

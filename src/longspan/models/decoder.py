@@ -63,8 +63,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.head_dim = model.head_dim
         self.rope_base = model.rope_base_for(context)
-        self.first_position = 0
-        """Where in the sequence the tokens begin, where they are a part of one."""
+        self.positions: Tensor | None = None
+        """Where in the sequence the tokens stand, where they are a part of one: (tokens,)."""
         self.embedding = nn.Embedding(model.vocab, model.hidden)
         self.blocks = nn.ModuleList(Block(model, pattern) for _ in range(model.layers))
         self.norm = RMSNorm(model.hidden)
@@ -89,8 +89,7 @@ class Decoder(nn.Module):
 
         With `caches` the tokens follow those that the caches have seen.
         """
-        start = caches[0].length if caches else self.first_position
-        positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
+        positions = positions_of(tokens.shape[1], tokens.device, self.positions, caches)
         rope = rope_table(positions, self.head_dim, self.rope_base)
         x_BNC = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
@@ -101,6 +100,16 @@ class Decoder(nn.Module):
     @property
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
+
+
+def positions_of(
+    count: int, device: torch.device, given: Tensor | None, caches: list[KVCache] | None
+) -> Tensor:
+    """Where `count` tokens stand: as `given`, or one after another."""
+    if given is not None and not caches:
+        return given.to(device)
+    start = caches[0].length if caches else 0
+    return torch.arange(start, start + count, device=device)
 
 
 def new_decoder(run: Run) -> Decoder:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 from longspan.attention import KVCache
 from longspan.config import Run
 from longspan.models import Decoder
-from longspan.models.decoder import SelfAttention
+from longspan.models.decoder import SelfAttention, positions_of
 from longspan.nn import cross_entropy_sum, logits_of, rope_table
 from longspan.parallel.stages import Action, bubble, simple_order, split_layers, stages_of
 
@@ -60,7 +60,7 @@ class Stage(nn.Module):
         self.norm = model.norm if is_last else None
         self.head = model.head if is_last else None
         self.head_dim, self.rope_base = model.head_dim, model.rope_base
-        self.first_position, self.around = model.first_position, around
+        self.positions, self.around = model.positions, around
 
     def forward(
         self, x: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None
@@ -70,9 +70,8 @@ class Stage(nn.Module):
         The last stage returns the summed cross-entropy against `targets` (1,) or, without them,
         the logits (batch, vocab) after the last token.
         """
-        start = caches[0].length if caches else self.first_position
         count = x.shape[1] if targets is None else targets.shape[1]
-        positions = torch.arange(start, start + count, device=x.device)
+        positions = positions_of(count, x.device, self.positions, caches)
         rope = rope_table(positions, self.head_dim, self.rope_base)
         with self.around():
             if self.embedding is not None:

@@ -51,7 +51,7 @@ from longspan.models import Decoder
 from longspan.models.decoder import allocate, initial_weight
 from longspan.parallel.pipeline import Around, Pipelined, keep_own_layers
 from longspan.parallel.remat import rematerialised
-from longspan.parallel.sequence import split_by_sequence
+from longspan.parallel.sequence import shards_of, split_by_sequence
 from longspan.parallel.tensor import split_by_tensor
 from longspan.parallel.world import World
 
@@ -79,6 +79,7 @@ class Placement:
         self.ranks = layout.resolve(world.size)
         self._mesh = mesh
         self._sequence = sequence
+        self._positions: Tensor | None = None  # of this rank's tokens, where they are shared out
         self._has_tied_copy = False
 
     @property
@@ -103,9 +104,7 @@ class Placement:
 
     def own_tokens(self, x: Tensor) -> Tensor:
         """This rank's part of the tokens (batch, tokens)."""
-        if self._sequence is None:
-            return x
-        return x.chunk(self.ranks["sequence"], dim=1)[dist.get_rank(self._sequence)]
+        return x if self._positions is None else x[:, self._positions]
 
     def place(
         self, model: Decoder, run: Run, device: torch.device, around: Around = nullcontext
@@ -122,13 +121,16 @@ class Placement:
             self._has_tied_copy = model.head is None
             keep_own_layers(model, run, self._mesh["pipeline"])
         if self._sequence is not None:
-            split_by_sequence(model, self._sequence, run.data.context)
+            shards = shards_of(run, self.ranks["sequence"], self.ranks["tensor"])
+            split_by_sequence(model, self._sequence, shards)
+            self._positions = model.positions
         if self._mesh is not None and self.ranks["tensor"] > 1:
             split_by_tensor(model, self._mesh["tensor"], split_norms=run.layout.split_norms)
         for index, block in enumerate(model.blocks):
             if run.train.compile is True:
                 block.compile(fullgraph=True)
-            model.blocks[index] = rematerialised(block, run.train)
+            travels = self._sequence is not None
+            model.blocks[index] = rematerialised(block, run.train, travels=travels)
         if self._mesh is not None and self.ranks["pipeline"] > 1:
             module = pipelined = Pipelined(model, run, self._mesh["pipeline"], around)
             parts = list(pipelined.stages)

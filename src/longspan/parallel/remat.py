@@ -23,6 +23,7 @@ KEPT = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.longspan.branch_attention.default,
+    torch.ops.aten._flash_attention_forward.default,
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_efficient_attention.default,
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
@@ -31,19 +32,30 @@ KEPT = {
 """What costs most to compute and is kept under "selective"."""
 
 
-def rematerialised(block: nn.Module, train: Train) -> nn.Module:
-    """`block`, forgetting its activations as `train.remat` says."""
+TRAVELLED = {
+    torch.ops._c10d_functional.all_to_all_single.default,
+    torch.ops.longspan.ring_attention.default,
+}
+"""What came from other ranks, and is kept under "full" as well: it need not travel twice."""
+
+
+def rematerialised(block: nn.Module, train: Train, *, travels: bool = False) -> nn.Module:
+    """`block`, forgetting its activations as `train.remat` says.
+
+    `travels`: whether it tells other ranks something on the way forward.
+    """
     if train.remat == "none":
         return block
+    kept = (KEPT if train.remat == "selective" else set()) | (TRAVELLED if travels else set())
+
+    def policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        is_kept = operator in kept
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
     options: dict[str, Any] = {"preserve_rng_state": False}
-    if train.remat == "selective":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _policy)
+    if kept:
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     return checkpoint_wrapper(block, **options)
-
-
-def _policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    is_kept = operator in KEPT
-    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def offloaded(train: Train) -> AbstractContextManager[object]:

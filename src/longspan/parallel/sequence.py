@@ -1,6 +1,6 @@
-"""Sequence parallel: each rank holds some consecutive tokens of every sample.
+"""Sequence parallel: each rank holds some of every sample's tokens.
 
-All but attention is local to a token. Attention fetches the key rows it sees elsewhere.
+All but attention is local to a token. Attention fetches what it sees elsewhere.
 """
 
 from __future__ import annotations
@@ -9,14 +9,20 @@ from functools import partial
 
 import torch.distributed as dist
 
-from longspan.attention import Shards, attend_sharded
+from longspan.attention import Heads, Shards, attend_sharded, best_shards, pattern_of
+from longspan.config import Run
 from longspan.models.decoder import Decoder, SelfAttention
 
 
-def split_by_sequence(model: Decoder, group: dist.ProcessGroup, context: int) -> None:
-    """Let `model` take one shard of a sequence of `context` tokens, and know which."""
-    shards = Shards.even(context, dist.get_world_size(group))
-    model.first_position = shards.of(dist.get_rank(group)).start
+def shards_of(run: Run, sequence_ranks: int, tensor_ranks: int) -> Shards:
+    """How the run's samples are cut; `tensor_ranks` share the heads."""
+    heads = Heads(run.model.heads // tensor_ranks, run.model.kv_heads // tensor_ranks)
+    return best_shards(pattern_of(run.attention), run.data.context, sequence_ranks, heads)
+
+
+def split_by_sequence(model: Decoder, group: dist.ProcessGroup, shards: Shards) -> None:
+    """Let `model` take this rank's tokens of a sequence, and know where they stand."""
+    model.positions = shards.positions(dist.get_rank(group))
     for module in model.modules():
         if isinstance(module, SelfAttention):
             module.attend = partial(attend_sharded, group=group, shards=shards)
