@@ -123,7 +123,7 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(verb=_data_info)
 
     bench = verbs.add_parser("bench", help="measure speed and memory on this machine")
-    bench_verbs = bench.add_subparsers(required=True, metavar="attention")
+    bench_verbs = bench.add_subparsers(required=True, metavar="attention|exchange")
     attention = bench_verbs.add_parser(
         "attention", help="dilated against dense attention and the plain branch-by-branch one"
     )
@@ -138,6 +138,12 @@ def _parser() -> argparse.ArgumentParser:
     ):
         attention.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=help_text)
     attention.set_defaults(verb=_bench_attention)
+    exchange = bench_verbs.add_parser(
+        "exchange", help="the bytes that ranks sharing a sequence send one another, counted"
+    )
+    exchange.add_argument("--ranks", type=int, nargs="+", metavar="N", default=[2, 4, 8, 16])
+    exchange.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    exchange.set_defaults(verb=_bench_exchange)
 
     config = verbs.add_parser("config", help="show a run file in full, or its schema")
     config_verbs = config.add_subparsers(required=True, metavar="show|schema")
@@ -311,6 +317,12 @@ def _bench_attention(args: argparse.Namespace) -> None:
     setting = GPU if _builtin_name() == "cuda" else CPU
     setting = replace(setting, **{name: x for name, x in given.items() if x is not None})
     bench_attention(setting, args.json, args.plot)
+
+
+def _bench_exchange(args: argparse.Namespace) -> None:
+    from longspan.benchmarks.exchange import bench_exchange
+
+    bench_exchange(args.ranks, args.json)
 
 
 def _config_show(args: argparse.Namespace) -> None:

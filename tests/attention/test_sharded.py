@@ -21,7 +21,7 @@ from longspan.attention import (
     choose_way,
     ring,
 )
-from longspan.attention.exchange import outer_rows, rows_between
+from longspan.attention.exchange import rows_between
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.sharded import attend_sharded
 from longspan.attention.shards import Heads, Shards
@@ -62,20 +62,6 @@ def test_what_travels_is_what_is_seen(pattern: Pattern, shards: Shards, is_causa
             for source, rows in enumerate(delivered):
                 assert set(rows.tolist()) <= set(shards.of(source))
             assert torch.cat(delivered).tolist() == everywhere[seen].tolist()
-
-
-def test_a_billion_tokens_on_a_thousand_ranks() -> None:
-    """Each rank fetches some thousand rows of its million, and only from ranks before it."""
-    tokens, ranks = 1 << 30, 1024
-    pattern = Dilated(tuple(2048 << 2 * i for i in range(10)), tuple(1 << 2 * i for i in range(10)))
-    shards, heads = Shards.even(tokens, ranks), Heads(12, 12)
-    most = 0
-    for rank in range(ranks):
-        for rows in outer_rows(pattern, shards, rank, heads, True):
-            most = max(most, len(rows))
-            assert len(rows) == 0 or rows[-1] < shards.of(rank).start
-    crossing = sum(w > tokens // ranks for w in pattern.segment_lengths)
-    assert 0 < most <= crossing * 2048
 
 
 def test_borders_that_do_not_rise_are_refused() -> None:

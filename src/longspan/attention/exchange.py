@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention.pattern import Pattern
+from longspan.attention.pattern import Dense, Pattern
 from longspan.attention.shards import Heads, Shards
 
 
@@ -35,6 +35,20 @@ def outer_rows(
         ]
         found.append(rows[0] if len(rows) == 1 else torch.unique(torch.cat(rows)))
     return tuple(found)
+
+
+def rows_seen_elsewhere(
+    pattern: Pattern, shards: Shards, rank: int, heads: Heads, is_causal: bool
+) -> int:
+    """How many rows of all key heads a rank's queries see outside its pieces.
+
+    No exchange can do with fewer, but one that takes the queries elsewhere.
+    """
+    if shards.is_paired:
+        last = shards.pieces(rank)[-1]
+        assert isinstance(pattern, Dense)
+        return heads.keys * ((last.stop if is_causal else shards.tokens) - shards.length(rank))
+    return sum(map(len, outer_rows(pattern, shards, rank, heads, is_causal)))
 
 
 def rows_between(

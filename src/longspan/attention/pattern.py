@@ -9,6 +9,7 @@ prefix of a sequence has the prefix of its mask.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -211,9 +212,9 @@ class Dilated(Pattern):
     def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
         total = 0
         for w, r in self.branches:
-            for offset in range(min(r, tokens)):
-                heads_here = len(range((offset - self.first_head) % r, heads, r))
-                rows = len(range(offset, tokens, r))
+            residues = Counter((self.first_head + head) % r for head in range(heads))
+            for residue, heads_here in residues.items():
+                rows = len(range(residue, tokens, r))
                 whole, rest = divmod(rows, w // r)
                 inner = self.blocks or Dense()
                 per_segment, in_rest = (

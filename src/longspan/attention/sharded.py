@@ -1,7 +1,8 @@
 """Attention over a sequence that lies on several ranks in shards.
 
 Each rank has the queries, keys and values of its shard. Which way they meet follows from the
-pattern, and where there are several from the bytes they move.
+pattern, and where there are several from the bytes they move: those that the rank with most
+receives.
 """
 
 from __future__ import annotations
@@ -123,34 +124,46 @@ def _choose(q: Tensor, mask: Mask, scale: float, shards: Shards, heads: Heads) -
     is_ring = isinstance(pattern, Dense) and is_plain
     moved = vectors_moved(pattern, shards, heads, mask.is_causal)
     other: WayName = "ring" if is_ring else "rows"
-    counts = f"{other} {moved[other]:,} vectors in a step"
+    counts = f"vectors a rank receives in a step: {other} {moved[other]:,}"
     if mask.dropout_p > 0 or shards.is_paired:
         return Way(other, "there is dropout" if mask.dropout_p else "the shards are paired")
     if "heads" not in moved:
         return Way(other, f"{heads.queries} heads do not split over {shards.ranks} ranks")
     counts = f"{counts}, heads {moved['heads']:,}"
-    return Way("heads" if moved["heads"] < moved[other] else other, counts)
+    # Where both move as much, by heads all ranks have as much to do.
+    return Way("heads" if moved["heads"] <= moved[other] else other, counts)
 
 
 @lru_cache(maxsize=64)
 def vectors_moved(
     pattern: Pattern, shards: Shards, heads: Heads, is_causal: bool
 ) -> dict[WayName, int]:
-    """Vectors of head_dim numbers that all ranks send, forward and backward, each way."""
-    ranks = range(shards.ranks)
-    moved: dict[WayName, int] = {}
+    """Vectors of head_dim numbers that the rank with most receives in a step, each way.
+
+    Forward and backward; a key and its value are two.
+    """
+    seen = _seen(pattern, shards, heads, is_causal)
+    keys, gradients = seen.sum(1), seen.sum(0)  # that each rank receives
+    moved: dict[WayName, int] = {"rows": int(2 * (keys + gradients).max())}
     if isinstance(pattern, Dense):
-        seen = sum(seen_keys(shards, a, b, is_causal) for a in ranks for b in ranks if a != b)
-        moved["ring"] = 3 * 2 * heads.keys * seen  # keys and values, again, and their gradients
-        moved["rows"] = 2 * 2 * heads.keys * seen
-    else:
-        rows = (outer_rows(pattern, shards, rank, heads, is_causal) for rank in ranks)
-        moved["rows"] = 2 * 2 * sum(len(x) for of_rank in rows for x in of_rank)
+        moved["ring"] = int(2 * (2 * keys + gradients).max())  # the backward pass fetches again
     if can_split(heads, shards.ranks):
-        away = shards.tokens - shards.tokens // shards.ranks  # queries, keys, values and outputs
-        per_token = 2 * heads.queries + 2 * max(heads.keys, shards.ranks)
-        moved["heads"] = 2 * per_token * away
+        longest = max(shards.length(rank) for rank in range(shards.ranks))
+        per_token = 2 * heads.queries + 2 * max(heads.keys, shards.ranks)  # q and out, k and v
+        moved["heads"] = 2 * (longest - longest // shards.ranks) * per_token
     return moved
+
+
+def _seen(pattern: Pattern, shards: Shards, heads: Heads, is_causal: bool) -> Tensor:
+    """Rows of all key heads that each rank sees of each other: int64 (readers, owners)."""
+    ranks = range(shards.ranks)
+    if isinstance(pattern, Dense):
+        counts = [[seen_keys(shards, a, b, is_causal) for b in ranks] for a in ranks]
+        return heads.keys * torch.tensor(counts).fill_diagonal_(0)
+    borders = torch.tensor(shards.borders)
+    wanted = (outer_rows(pattern, shards, rank, heads, is_causal) for rank in ranks)
+    cuts = (torch.stack([torch.searchsorted(x, borders).diff() for x in rows]) for rows in wanted)
+    return torch.stack([counts.sum(0) for counts in cuts])
 
 
 def best_shards(pattern: Pattern, tokens: int, ranks: int, heads: Heads) -> Shards:
@@ -163,7 +176,7 @@ def best_shards(pattern: Pattern, tokens: int, ranks: int, heads: Heads) -> Shar
     pairs = Shards.even(tokens, ranks, is_paired=True)
     by_heads = vectors_moved(pattern, plain, heads, True).get("heads")
     in_pairs = vectors_moved(pattern, pairs, heads, True)["ring"]
-    return plain if by_heads is not None and by_heads < in_pairs else pairs
+    return plain if by_heads is not None and by_heads <= in_pairs else pairs
 
 
 def _fits(shards: Shards, pattern: Dilated) -> bool:
