@@ -25,6 +25,7 @@ from longspan.attention.exchange import rows_between
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.sharded import attend_sharded
 from longspan.attention.shards import Heads, Shards
+from tests.attention.test_operator import output_and_gradients, plain_low_precision
 from tests.harness import Ranks
 
 PATTERNS: dict[str, Pattern] = {
@@ -158,6 +159,49 @@ def test_equals_the_oracle(ranks: Ranks, case: Case) -> None:
     for found, right in zip(zip(*parts, strict=True), expected, strict=True):
         order = torch.cat([shards.positions(rank) for rank in range(shards.ranks)])
         torch.testing.assert_close(torch.cat(found, dim=1), right[:, order], rtol=1e-9, atol=1e-9)
+
+
+GPU_CASES = {
+    "dilated": (Dilated((128, 512, 1024), (1, 4, 8)), False, "rows"),
+    "ring": (Dense(), True, "ring"),
+    "heads": (Dense(), False, "heads"),
+    "block sparse": (BlockSparse(64, local_window=128), False, "rows"),
+    "block sparse by heads": (BlockSparse(64, local_window=64, sparsity=0.6), False, "heads"),
+}
+
+
+def gpu_inputs() -> list[Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2, 1024, 4, 64, device="cuda").bfloat16() for _ in range(4)]
+
+
+def attend_on_a_gpu(rank: int, world: int, name: str) -> list[Tensor]:
+    """All ranks on one device, joined by gloo, which carries a GPU's tensors too."""
+    pattern, is_paired, way = GPU_CASES[name]
+    shards = Shards.even(1024, world, is_paired=is_paired)
+    *qkv, grad = (x[:, shards.positions(rank).cuda()] for x in gpu_inputs())
+    qkv = [x.requires_grad_() for x in qkv]
+    assert choose_way(qkv[0], qkv[1], pattern, shards).name == way
+    out = attend_sharded(*qkv, pattern, group=torch.distributed.group.WORLD, shards=shards)
+    return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, qkv, grad))]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", GPU_CASES)
+def test_is_within_the_error_of_plain_code_on_a_gpu(ranks: Ranks, name: str) -> None:
+    pattern, is_paired, _ = GPU_CASES[name]
+    shards = Shards.even(1024, 4, is_paired=is_paired)
+    order = torch.cat([shards.positions(rank) for rank in range(4)])
+    *qkv, grad = gpu_inputs()
+    qkv = [x.requires_grad_() for x in qkv]
+    plain = output_and_gradients(plain_low_precision, tuple(qkv), grad, pattern, is_causal=True)
+    exact = tuple(x.detach().double().cpu().requires_grad_() for x in qkv)
+    oracle = output_and_gradients(attend_oracle, exact, grad.cpu(), pattern, is_causal=True)
+    parts = ranks.run(attend_on_a_gpu, 4, name)
+    ours = [torch.cat(found, dim=1) for found in zip(*parts, strict=True)]
+    for index, (found, usual, expected) in enumerate(zip(ours, plain, oracle, strict=True)):
+        allowed = (2 if index == 0 else 3) * (usual.double().cpu() - expected).norm()
+        assert (found.double() - expected[:, order]).norm() <= allowed
 
 
 def module_on_a_rank(rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import main
-from longspan.launching.local import run_processes
+from longspan.launching.local import PARENT, run_processes
 
 WORKER = """
 import os, sys, time
@@ -117,6 +118,33 @@ def test_a_signal_stops_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
     step = int(os.listdir(run_dir / "checkpoints")[0].removeprefix("step-"))
     go_on = [*command, f"train.steps={step + 2}", "--resume", str(run_dir)]
     assert subprocess.run(go_on, check=False).returncode == 0
+
+
+def pid_of(rank: int, launcher: int) -> int | None:
+    """The process that `launcher` started as `rank`."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            environment = (folder / "environ").read_text().split("\0")
+            if {f"{PARENT}={launcher}", f"RANK={rank}"} <= set(environment):
+                return int(folder.name)
+    return None
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_killed_in_the_exchange_of_a_sequence_is_named(tmp_path: Path, rank: int) -> None:
+    """Every step is full of exchanges; the others end at once instead of waiting for rows."""
+    pattern = ["attention.segment_lengths=[16,64]", "attention.dilation_rates=[1,4]"]
+    command = [sys.executable, "-m", "longspan", "train", *SMALL, "--nproc", "2", *pattern]
+    options = ["layout.sequence=2", "train.steps=1000000", "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text())
+    pid = pid_of(rank, process.pid)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert error.endswith(f"longspan: rank {rank} was ended by SIGKILL\n")
 
 
 @pytest.mark.parametrize(
