@@ -24,10 +24,10 @@ from longspan.attention.branches import branch_forward, branch_gradients
 from longspan.attention.exchange import (
     Plan,
     arrived,
-    gathered,
     plan_of,
     return_gradients,
     send_rows,
+    with_returned,
 )
 from longspan.attention.parts import attend_part, exact_type, join_part, part_gradients
 from longspan.attention.pattern import Dilated
@@ -38,16 +38,8 @@ from longspan.attention.shards import Heads, Shards
 class Crossing:
     """Queries of a branch, as many of each of its heads, and the fetched rows that they see."""
 
-    queries: Tensor  # (rows, heads) of the own (tokens · heads)
+    queries: Tensor  # (rows, heads) of `Parts.touched`
     keys: Tensor  # (rows, heads) of the fetched rows
-
-    def of_own(self, x: Tensor) -> Tensor:
-        """(batch, tokens, heads, ...) to (batch, rows, heads, ...), a copy."""
-        return x.flatten(1, 2)[:, self.queries]
-
-    def put(self, x: Tensor, rows: Tensor) -> None:
-        """The inverse of `of_own`."""
-        x.view(x.shape[0], -1, *x.shape[3:])[:, self.queries] = rows
 
     def of_fetched(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Fetched rows (all, 2, batch, head_dim) to keys and values (batch, rows, heads, ...)."""
@@ -61,6 +53,15 @@ class Parts:
 
     segment_lengths: tuple[int, ...]
     crossings: tuple[Crossing, ...]
+    touched: Tensor  # of the own (tokens · heads): the queries of all crossings
+
+    def rows(self, x: Tensor) -> Tensor:
+        """(batch, tokens, heads, ...) to what is touched of it (batch, rows, ...), a copy."""
+        return x.flatten(1, 2)[:, self.touched]
+
+    def replaced(self, x: Tensor, rows: Tensor) -> Tensor:
+        """`x` with other rows where it is touched, a copy."""
+        return x.flatten(1, 2).index_copy(1, self.touched, rows.to(x.dtype)).view(x.shape)
 
 
 @lru_cache(maxsize=64)
@@ -69,7 +70,7 @@ def parts_of(
 ) -> Parts | None:
     """None where a segment that began before the shard ends within it, or residues do not fit."""
     own, plan = shards.of(rank), plan_of(pattern, shards, rank, heads, True, device)
-    lengths, crossings = [], []
+    lengths, pairs = [], []
     for w, r in pattern.branches:
         start = own.start // w * w
         if start == own.start:
@@ -90,9 +91,15 @@ def parts_of(
                     _fetched(plan, heads, h, first_row, own.start, r)
                     for h, first_row in zip(readers, firsts, strict=True)
                 ]
-                pair = (torch.stack(x, dim=1).to(device) for x in (queries, keys))
-                crossings.append(Crossing(*pair))
-    return Parts(tuple(lengths), tuple(crossings))
+                pairs.append((torch.stack(queries, dim=1), torch.stack(keys, dim=1)))
+    every = [torch.zeros(0, dtype=torch.int64), *(queries.flatten() for queries, _ in pairs)]
+    touched, index = torch.unique(torch.cat(every), return_inverse=True)
+    parts = index.split([queries.numel() for queries, _ in pairs])
+    crossings = tuple(
+        Crossing(part.view(queries.shape).to(device), keys.to(device))
+        for part, (queries, keys) in zip(parts, pairs, strict=True)
+    )
+    return Parts(tuple(lengths), crossings, touched.to(device))
 
 
 def _fetched(plan: Plan, heads: Heads, head: int, first: int, stop: int, step: int) -> Tensor:
@@ -121,19 +128,17 @@ class _AttendInParts(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         under_way = send_rows(k, v, plan, group)
         branches = (parts.segment_lengths, pattern.dilation_rates, pattern.first_head, scale)
-        local, local_lse = branch_forward(q, k, v, *branches)
-        # Copies: an activation that is kept for a second pass must not change.
-        exact = local.to(exact_type(q), copy=True)
-        lse = local_lse.clone(memory_format=torch.contiguous_format)
+        out, lse = branch_forward(q, k, v, *branches)
+        queries, exact, exact_lse = parts.rows(q), parts.rows(out), parts.rows(lse)
+        exact = exact.to(exact_type(q))
         fetched = arrived(under_way)  # (rows, 2, batch, head_dim)
         for crossing in parts.crossings:
-            keys, values = crossing.of_fetched(fetched)
-            part = attend_part(crossing.of_own(q), keys, values, is_causal=False, scale=scale)
-            joined, joined_lse = crossing.of_own(exact), crossing.of_own(lse)
+            at, (keys, values) = crossing.queries, crossing.of_fetched(fetched)
+            part = attend_part(queries[:, at], keys, values, is_causal=False, scale=scale)
+            joined, joined_lse = exact[:, at], exact_lse[:, at]
             join_part(joined, joined_lse, *part)
-            crossing.put(exact, joined)
-            crossing.put(lse, joined_lse)
-        out = exact.to(q.dtype)
+            exact[:, at], exact_lse[:, at] = joined, joined_lse
+        out, lse = parts.replaced(out, exact), parts.replaced(lse, exact_lse)
         ctx.save_for_backward(q, k, v, out, lse, fetched)
         ctx.branches, ctx.parts, ctx.plan, ctx.group = branches, parts, plan, group
         return out
@@ -142,22 +147,24 @@ class _AttendInParts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, fetched = ctx.saved_tensors
+        parts, plan = ctx.parts, ctx.plan
+        own = [parts.rows(x) for x in (grad, q, out, lse)]
+        grad_q = torch.zeros_like(own[1], dtype=lse.dtype)
         grad_rows = torch.zeros_like(fetched, dtype=lse.dtype)
-        grad_q = torch.zeros_like(q, dtype=lse.dtype, memory_format=torch.contiguous_format)
-        for crossing in ctx.parts.crossings:
-            own_grad, own_q, own_out, own_lse = (crossing.of_own(x) for x in (grad, q, out, lse))
-            keys, values = crossing.of_fetched(fetched)
+        for crossing in parts.crossings:
+            at, (keys, values) = crossing.queries, crossing.of_fetched(fetched)
+            own_grad, own_q, own_out, own_lse = (x[:, at] for x in own)
             share_q, *shares = part_gradients(
                 own_grad, own_q, keys, values, own_out, own_lse, is_causal=False,
                 scale=ctx.branches[-1],
             )  # fmt: skip
-            crossing.put(grad_q, crossing.of_own(grad_q) + share_q)
+            grad_q[:, at] += share_q
             of_rows = torch.stack(shares).permute(2, 3, 0, 1, 4).flatten(0, 1)
             # A row gets a share from each head and branch.
             grad_rows.index_add_(0, crossing.keys.flatten(), of_rows.to(grad_rows.dtype))
-        under_way = return_gradients(grad_rows.to(q.dtype), ctx.plan, ctx.group)
+        under_way = return_gradients(grad_rows.to(q.dtype), plan, ctx.group)
         local_q, *local = branch_gradients(grad, q, k, v, out, lse, *ctx.branches)
-        elsewhere = gathered(arrived(under_way), ctx.plan, k.shape)
-        grad_k, grad_v = (a + b for a, b in zip(local, elsewhere, strict=True))
-        grads = (local_q + grad_q, grad_k, grad_v)
-        return (*(x.to(q.dtype) for x in grads), *[None] * 5)
+        whole_q = parts.replaced(local_q, parts.rows(local_q) + grad_q)
+        returned = arrived(under_way)
+        of_keys = (with_returned(x, returned[:, i], plan) for i, x in enumerate(local))
+        return whole_q, *of_keys, *[None] * 5

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longspan.attention.parts import exact_type
 from longspan.attention.pattern import Dense, Pattern
 from longspan.attention.shards import Heads, Shards
 
@@ -72,6 +73,8 @@ class Plan:
     """What one rank sends and receives. Rows are (position, key head) pairs."""
 
     send_index: Tensor  # of the own (tokens · key heads) rows, by destination
+    sent: Tensor  # the same, each of them once
+    sent_index: Tensor  # where the rows of `send_index` stand in `sent`
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     received: tuple[Tensor, ...]  # per key head: which of the received rows are its, by position
@@ -107,8 +110,12 @@ def plan_of(
         for key_head, rows in enumerate(back):
             places[key_head].append(torch.arange(count, count + len(rows)))
             count += len(rows)
+    send_index = torch.cat(sent)
+    once, index = torch.unique(send_index, return_inverse=True)
     return Plan(
-        torch.cat(sent).to(device),
+        send_index.to(device),
+        once.to(device),
+        index.to(device),
         tuple(sum(map(len, to)) for to, _ in between),
         tuple(sum(map(len, back)) for _, back in between),
         tuple(torch.cat(parts).to(device) for parts in places),
@@ -136,9 +143,8 @@ def arrived(x: Tensor) -> Tensor:
 
 def send_rows(k: Tensor, v: Tensor, plan: Plan, group: str) -> Tensor:
     """k, v (batch, own tokens, key heads, head_dim) to the planned (rows, 2, batch, head_dim)."""
-    rows = torch.stack([k, v]).flatten(2, 3)  # (2, batch, tokens · heads, head_dim)
-    sent = rows.index_select(2, plan.send_index).permute(2, 0, 1, 3)
-    return start(sent, plan.send_counts, plan.receive_counts, group)
+    rows = torch.stack([x.flatten(1, 2)[:, plan.send_index] for x in (k, v)])
+    return start(rows.permute(2, 0, 1, 3), plan.send_counts, plan.receive_counts, group)
 
 
 def return_gradients(rows: Tensor, plan: Plan, group: str) -> Tensor:
@@ -146,13 +152,18 @@ def return_gradients(rows: Tensor, plan: Plan, group: str) -> Tensor:
     return start(rows, plan.receive_counts, plan.send_counts, group)
 
 
-def gathered(returned: Tensor, plan: Plan, shape: torch.Size) -> Tensor:
-    """Gradients that came back, added up in float32 by row: (2, *shape), for k and v of `shape`."""
-    batch, tokens, heads, head_dim = shape
-    exact = torch.float64 if returned.dtype == torch.float64 else torch.float32
-    rows = returned.new_zeros(tokens * heads, 2, batch, head_dim, dtype=exact)
-    rows.index_add_(0, plan.send_index, returned.to(exact))
-    return rows.permute(1, 2, 0, 3).reshape(2, *shape)
+def with_returned(grad: Tensor, returned: Tensor, plan: Plan) -> Tensor:
+    """A rank's own share of a gradient (batch, tokens, key heads, head_dim) and what came back.
+
+    `returned`: (rows, batch, head_dim). A row has as many shares as ranks have seen it; they are
+    added up in float32.
+    """
+    exact = exact_type(grad)
+    shares = returned.new_zeros(len(plan.sent), *returned.shape[1:], dtype=exact)
+    shares.index_add_(0, plan.sent_index, returned.to(exact))
+    own = grad.flatten(1, 2)
+    rows = own[:, plan.sent].to(exact) + shares.transpose(0, 1)
+    return own.index_copy(1, plan.sent, rows.to(grad.dtype)).view(grad.shape)
 
 
 def fetch(k: Tensor, v: Tensor, plan: Plan, group: str) -> tuple[Tensor, Tensor]:
@@ -177,5 +188,6 @@ class _Fetch(torch.autograd.Function):
     def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
         rows = torch.stack([grad_k, grad_v], dim=1)
         returned = arrived(return_gradients(rows, ctx.plan, ctx.group))
-        k, v = gathered(returned, ctx.plan, ctx.shape).to(rows.dtype)
+        none = rows.new_zeros(ctx.shape)
+        k, v = (with_returned(none, returned[:, i], ctx.plan) for i in (0, 1))
         return k, v, None, None
