@@ -221,9 +221,6 @@ def _layout_rules(
                 f"{ranks['sequence']} does not divide data.context = {data.context}: change one",
             )
         )
-    if ranks["sequence"] > 1 and train.compile is True:
-        message = "has no part in attention that fetches rows from other ranks: use false"
-        problems_found.append(Problem("train.compile", message))
     problems_found += [
         Problem(
             "layout.tensor",

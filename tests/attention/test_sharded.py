@@ -107,6 +107,7 @@ CASES = [
     Case("longnet", (0, 32, 64, 96, 128), 3, 1, "rows", masks=("documents",)),
     Case("longnet", (0, 64, 128), 4, 2, "nothing"),
     Case("longnet", (0, 64, 128), 4, 2, "rows", masks=("padding",)),
+    Case("longnet", (0, 64), 4, 2, "nothing", masks=FULL),
     Case("longnet", (0, 16, 32, 48, 61), 8, 2, "rows"),  # a rest of a row for some heads
     Case("longnet", EVEN, 4, 2, "rows", scale=-0.3),
     Case("halves", (0, 32, 48, 64), 2, 2, "rows"),  # the first rank has nobody to talk to
@@ -321,6 +322,31 @@ def test_the_cut_follows_the_bytes() -> None:
     assert not best_shards(Dense(), 64, 4, Heads(8, 8)).is_paired
     assert not best_shards(Dense(), 63, 4, Heads(8, 1)).is_paired
     assert not best_shards(PATTERNS["longnet"], 64, 4, Heads(8, 1)).is_paired
+
+
+def refused_on_a_rank(rank: int, world: int) -> list[str]:
+    q, k = torch.zeros(1, 16, 4, 8), torch.zeros(1, 16, 3, 8)
+    documents = torch.zeros(1, 16, dtype=torch.int64)
+    said = []
+    for keys, options in (
+        (k, {}),
+        (q[:, :8], {}),
+        (q, {"documents": documents}),
+        (q, {"shards": Shards.even(40, 2)}),
+    ):
+        with pytest.raises(ValueError, match=r".") as caught:
+            attend_sharded(q, keys, keys, Dense(), group=torch.distributed.group.WORLD, **options)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_does_not_fit_is_told(ranks: Ranks) -> None:
+    assert ranks.run(refused_on_a_rank, 2)[0] == [
+        "the number of key heads must divide the 4 query heads, got 3",
+        "expected 2 ranks and, on rank 0, 16 tokens of q and k, got 2 ranks, 16 and 8 tokens",
+        "documents must be (batch, keys) = (1, 32), got (1, 16)",
+        "expected 2 ranks and, on rank 0, 20 tokens of q and k, got 2 ranks, 16 and 16 tokens",
+    ]
 
 
 def test_pairs_are_refused_where_they_have_no_use() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -177,6 +178,15 @@ def test_nor_does_it_under_another_pattern(
     options = [*layout, *pattern, "train.micro_batch=4"]
     ranks.run(train_rank, 4, options, str(tmp_path / "run"), False)
     assert_same_run(tmp_path / "run", single(*pattern))
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
+def test_blocks_are_compiled_around_attention_over_shards(
+    ranks: Ranks, single: Callable[..., Path], tmp_path: Path
+) -> None:
+    options = ["layout.sequence=2", "train.micro_batch=4", "train.compile=true", "model.layers=1"]
+    ranks.run(train_rank, 2, options, str(tmp_path / "run"), False, timeout=400)
+    assert_same_run(tmp_path / "run", single("model.layers=1"))
 
 
 def test_a_run_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention.parts import exact_type
-from longspan.attention.pattern import Dense, Pattern
+from longspan.attention.pattern import Dense, Dilated, Pattern
 from longspan.attention.shards import Heads, Shards
 
 
@@ -28,6 +28,9 @@ def outer_rows(
 ) -> tuple[Tensor, ...]:
     """Positions outside its shard that a rank's queries see, sorted, for each key head."""
     own = shards.of(rank)
+    if not isinstance(pattern, Dilated):  # alike for all heads
+        span = own.start, own.stop, shards.tokens
+        return (pattern.outer_rows(*span, 0, is_causal=is_causal),) * heads.keys
     found = []
     for key_head in range(heads.keys):
         rows = [

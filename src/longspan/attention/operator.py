@@ -64,7 +64,9 @@ def attend(
     if cu_seqlens is not None:
         documents = _documents_between(cu_seqlens, documents, k)
     mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p, dropout_seed)
-    _check(q, k, v, mask)
+    check_tensors(q, k, v)
+    _check_lengths(q.shape[1], k.shape[1], mask)
+    check_mask(q, mask, k.shape[1])
     chosen = choose_backend(q, k, mask)
     name = backend or chosen.name
     if name not in (chosen.name, "masked"):
@@ -170,7 +172,8 @@ def _ids(mask: Mask) -> tuple[Tensor | None, Tensor | None]:
     return queries.contiguous(), keys.contiguous()
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Whether q, k and v can attend at all, how ever long each is."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4:
             raise ValueError(
@@ -183,7 +186,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
             )
     if k.shape != v.shape:
         raise ValueError(f"k and v must have one shape, got {tuple(k.shape)} and {tuple(v.shape)}")
-    (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
+    batch, _, heads, head_dim = q.shape
     if (batch, head_dim) != (k.shape[0], k.shape[3]):
         raise ValueError(
             f"q and k must agree in batch and head_dim, got {tuple(q.shape)} and {tuple(k.shape)}"
@@ -192,7 +195,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
         raise ValueError(
             f"the number of key heads must divide the {heads} query heads, got {k.shape[2]}"
         )
-    _check_lengths(queries, keys, mask)
+    if q.device.type != "cpu" and head_dim % 8:
+        raise ValueError(f"on {q.device.type} head_dim must be a multiple of 8, got {head_dim}")
+
+
+def check_mask(q: Tensor, mask: Mask, keys: int) -> None:
+    """Whether what masks a sequence of `keys` tokens is well-formed."""
+    batch = q.shape[0]
     for name in ("documents", "key_padding_mask"):
         given = getattr(mask, name)
         if given is not None and given.shape != (batch, keys):
@@ -208,8 +217,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> None:
         raise ValueError(f"key_padding_mask must be bool, got {padding.dtype}")
     if not 0 <= mask.dropout_p < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {mask.dropout_p}")
-    if q.device.type != "cpu" and head_dim % 8:
-        raise ValueError(f"on {q.device.type} head_dim must be a multiple of 8, got {head_dim}")
 
 
 def _check_lengths(queries: int, keys: int, mask: Mask) -> None:

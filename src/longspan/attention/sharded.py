@@ -19,7 +19,7 @@ from longspan.attention.by_heads import attend_by_heads, can_split
 from longspan.attention.crossing import attend_in_parts, parts_of
 from longspan.attention.exchange import Plan, fetch, outer_rows, plan_of
 from longspan.attention.masked import Mask, masked_attention
-from longspan.attention.operator import attend
+from longspan.attention.operator import attend, check_mask, check_tensors
 from longspan.attention.parts import has_kernel
 from longspan.attention.pattern import Dense, Dilated, Pattern
 from longspan.attention.ring import attend_in_rounds, seen_keys
@@ -57,6 +57,7 @@ def attend_sharded(
     `shards` says otherwise, all shards are as long as this one. `documents` and `key_padding_mask`
     are those of the whole sequence, (batch, tokens), the same on every rank, as `dropout_seed` is.
     """
+    check_tensors(q, k, v)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     shards = shards or Shards.even(ranks * q.shape[1], ranks)
     if shards.ranks != ranks or shards.length(rank) != q.shape[1] or k.shape[1] != q.shape[1]:
@@ -66,10 +67,14 @@ def attend_sharded(
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p, dropout_seed)
+    check_mask(q, mask, shards.tokens)
     heads, name = Heads(q.shape[2], k.shape[2]), group.group_name
     match _choose(q, mask, scale, shards, heads).name:
         case "nothing":
-            return attend(q, k, v, pattern, is_causal=is_causal, scale=scale)
+            return attend(
+                q, k, v, pattern, is_causal=is_causal, scale=scale, documents=documents,
+                key_padding_mask=key_padding_mask, dropout_p=dropout_p, dropout_seed=dropout_seed,
+            )  # fmt: skip
         case "ring":
             return attend_in_rounds(
                 q, k, v, shards, rank, is_causal=is_causal, scale=scale, group=name
@@ -111,6 +116,8 @@ def choose_way(
 def _choose(q: Tensor, mask: Mask, scale: float, shards: Shards, heads: Heads) -> Way:
     pattern = mask.pattern
     is_plain = _is_plain(q, mask, scale)
+    if shards.ranks == 1:
+        return Way("nothing", "there is one rank")
     if shards.is_paired and not (isinstance(pattern, Dense) and mask.is_causal and is_plain):
         raise ValueError(
             "paired shards are for causal dense attention without documents, padding and dropout, "

@@ -127,9 +127,9 @@ class Placement:
         if self._mesh is not None and self.ranks["tensor"] > 1:
             split_by_tensor(model, self._mesh["tensor"], split_norms=run.layout.split_norms)
         for index, block in enumerate(model.blocks):
-            if run.train.compile is True:
-                block.compile(fullgraph=True)
             travels = self._sequence is not None
+            if run.train.compile is True:
+                block.compile(fullgraph=not travels)
             model.blocks[index] = rematerialised(block, run.train, travels=travels)
         if self._mesh is not None and self.ranks["pipeline"] > 1:
             module = pipelined = Pipelined(model, run, self._mesh["pipeline"], around)

@@ -45,7 +45,7 @@ def resolve(run: Run, device: torch.device) -> Run:
             "change one of them"
         )
     layout = run.layout
-    can_compile = device.type == "cuda" and layout.schedule != "zbv" and layout.sequence == 1
+    can_compile = device.type == "cuda" and layout.schedule != "zbv"
     compiled = can_compile if train.compile == "auto" else train.compile
     settled = {"device": device.type, "precision": precision, "compile": compiled}
     return run.model_copy(update={"train": train.model_copy(update=settled)})
