@@ -201,7 +201,7 @@ def start_training(shards: Path, run_dir: Path, *arguments: str) -> subprocess.P
     return process
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 def test_one_signal_saves_and_exits_3_and_the_run_goes_on_as_if_never_stopped(
     number: signal.Signals, shards: Path, tmp_path: Path
 ) -> None:
@@ -219,7 +219,7 @@ def test_one_signal_saves_and_exits_3_and_the_run_goes_on_as_if_never_stopped(
     assert main(["train", "--resume", str(tmp_path / "stopped"), steps]) == 0
     whole = [*SMALL, f"data.source={shards}", *options, steps]
     assert main(["train", *whole, "--run-dir", str(tmp_path / "whole")]) == 0
-    final = f"checkpoints/step-{step + 3:08d}/model.safetensors"
+    final = f"checkpoints/step-{step + 3:08d}/model-00000.safetensors"
     assert (tmp_path / "stopped" / final).read_bytes() == (tmp_path / "whole" / final).read_bytes()
 
 

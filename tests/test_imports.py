@@ -35,6 +35,7 @@ MAY_IMPORT = {
     },
     "benchmarks": {"attention", "config"},
     "cli": {
+        "checkpoint",
         "verify",
         "benchmarks",
         "launching",

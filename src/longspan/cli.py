@@ -145,6 +145,21 @@ def _parser() -> argparse.ArgumentParser:
     exchange.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     exchange.set_defaults(verb=_bench_exchange)
 
+    kept = verbs.add_parser("checkpoint", help="list, check or remove the checkpoints of a run")
+    kept_verbs = kept.add_subparsers(required=True, metavar="ls|verify|rm")
+    for name, help_text, checked in (
+        ("ls", "what there is", False),
+        ("verify", "read every byte of them; exit code 1 where one is damaged", True),
+    ):
+        verb = kept_verbs.add_parser(name, help=help_text)
+        verb.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+        verb.add_argument("--json", action="store_true", help="print the result as JSON")
+        verb.set_defaults(verb=_checkpoint_list, checked=checked)
+    rm = kept_verbs.add_parser("rm", help="remove some, but never the last whole one")
+    rm.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    rm.add_argument("steps", type=int, nargs="+", metavar="STEP")
+    rm.set_defaults(verb=_checkpoint_rm)
+
     config = verbs.add_parser("config", help="show a run file in full, or its schema")
     config_verbs = config.add_subparsers(required=True, metavar="show|schema")
     show = config_verbs.add_parser("show", help="every value, defaults included, and what follows")
@@ -323,6 +338,29 @@ def _bench_exchange(args: argparse.Namespace) -> None:
     from longspan.benchmarks.exchange import bench_exchange
 
     bench_exchange(args.ranks, args.json)
+
+
+def _checkpoint_list(args: argparse.Namespace) -> None:
+    from dataclasses import asdict
+
+    from longspan.checkpoint.listing import listed
+
+    found = listed(args.run_dir / "checkpoints", checked=args.checked)
+    if args.json:
+        print(json.dumps([asdict(entry) for entry in found]))
+    for entry in [] if args.json else found:
+        fine = "whole" if args.checked else ""
+        size = f"{entry.bytes / 2**20:,.1f} MiB"
+        print(f"{entry.name:<22}{size:>14}  {entry.ranks} ranks  {entry.problem or fine}".rstrip())
+    bad = [e for e in found if e.problem is not None and not e.name.startswith("bad-")]
+    if args.checked and bad:
+        raise SystemExit(FAILED)
+
+
+def _checkpoint_rm(args: argparse.Namespace) -> None:
+    from longspan.checkpoint.listing import remove_steps
+
+    remove_steps(args.run_dir / "checkpoints", args.steps)
 
 
 def _config_show(args: argparse.Namespace) -> None:

@@ -235,6 +235,10 @@ class Checkpoint(Section):
     """Steps between checkpoints; the last step is always saved."""
     keep: Positive = 2
     """How many of the newest to keep."""
+    keep_every: Whole = 0
+    """Steps between checkpoints that are kept for good; 0 keeps none."""
+    asynchronous: bool = True
+    """Write behind the training, which waits only while tensors are copied to the CPU's memory."""
 
 
 class Track(Section):

@@ -32,9 +32,9 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         yield draft
         for path in [*draft.iterdir(), draft]:
-            _fsync(path)
+            fsync(path)
         draft.rename(target)
-        _fsync(target.parent)
+        fsync(target.parent)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise
@@ -44,11 +44,11 @@ def replace_text(path: Path, text: str) -> None:
     """Write a file so that a crash leaves either the old one or the whole new one."""
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     draft.write_text(text, encoding="utf-8")
-    _fsync(draft)
+    fsync(draft)
     draft.replace(path)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -152,7 +152,7 @@ def _compare_weights(laid_out: Path, alone: Path, steps: int, limit: float) -> C
     largest, wrong = 0.0, None
     for step in range(1, steps + 1):
         ours, theirs = (
-            load(folder / "checkpoints" / f"step-{step:08d}", groups=("model",)).groups["model"]
+            load(folder / "checkpoints" / f"step-{step:08d}", "model")
             for folder in (laid_out, alone)
         )
         for name, weight in theirs.items():

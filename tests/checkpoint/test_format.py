@@ -1,46 +1,77 @@
-"""Checkpoints: whole or absent, checked, without pickle."""
+"""Checkpoints: whole or absent, checked to the byte, without pickle."""
 
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
-from longspan import checkpoint, files
+from longspan import checkpoint
+from longspan.checkpoint import Box, Draft, Part, writing
+from longspan.checkpoint.format import Manifest, read_manifest
 from longspan.errors import UserError
 
-GROUPS = {
-    "model": {"a": torch.arange(6.0).reshape(2, 3), "b": torch.randn(4).bfloat16()},
-    "rng": {"cpu": torch.get_rng_state(), "scalar": torch.tensor(3.0)},
+TENSORS = {
+    "model/a": torch.arange(6.0).reshape(2, 3),
+    "model/b": torch.randn(4).bfloat16(),
+    "rng/cpu": torch.get_rng_state(),
+    "rng/scalar": torch.tensor(3.0),
 }
+PARTS = {name: Part.whole(x) for name, x in TENSORS.items()}
+
+
+def saved(folder: Path, step: int = 1, state: dict[str, Any] | None = None) -> Path:
+    return checkpoint.save(folder, step, PARTS, state or {})
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 7, GROUPS, {"samples": 56, "scaler": {}})
-    loaded = checkpoint.load(path)
-    assert (loaded.step, loaded.state) == (7, {"samples": 56, "scaler": {}})
-    for group, tensors in GROUPS.items():
-        for name, tensor in tensors.items():
-            assert torch.equal(loaded.groups[group][name], tensor)
-            assert loaded.groups[group][name].dtype == tensor.dtype
+    path = saved(tmp_path, 7, {"samples": 56, "scaler": {}})
+    opened = checkpoint.open_checkpoint(path)
+    opened.check()
+    assert (opened.step, opened.state) == (7, {"samples": 56, "scaler": {}})
+    for name, tensor in TENSORS.items():
+        assert torch.equal(opened.read(name), tensor)
+        assert opened.read(name).dtype == tensor.dtype
     assert {p.suffix for p in path.iterdir()} == {".json", ".safetensors"}
+    assert torch.equal(load_file(path / "model-00000.safetensors")["model/a"], TENSORS["model/a"])
 
 
-def test_only_some_groups_can_be_read(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, GROUPS, {})
-    (path / "rng.safetensors").unlink()
-    assert set(checkpoint.load(path, groups=("model",)).groups) == {"model"}
+BOXES = [((0, 0), (3, 2)), ((0, 2), (3, 5)), ((3, 0), (2, 4)), ((3, 4), (2, 3))]
+
+
+def test_parts_of_many_ranks_are_read_in_any_other_cut(tmp_path: Path) -> None:
+    whole = torch.arange(35.0).view(5, 7)
+    draft = Draft(tmp_path, 3)
+    for rank, (start, shape) in enumerate(BOXES):
+        box = Box(start=start, shape=shape)
+        own = whole[box.slices_of(Box.whole((5, 7)))].clone()
+        draft.write({"model/x": Part(own, (5, 7), box)}, rank)
+    path = draft.commit({}, len(BOXES))
+    opened = checkpoint.open_checkpoint(path)
+    assert torch.equal(opened.read("model/x"), whole)
+    for a in range(5):
+        for b in range(a, 6):
+            for c in range(0, 7, 2):
+                box = Box(start=(a, c), shape=(b - a, 7 - c))
+                assert torch.equal(opened.read("model/x", box), whole[a:b, c:])
+    assert torch.equal(checkpoint.load(path, "model")["x"], whole)
 
 
 def test_newest_is_found_and_the_oldest_are_removed(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
     for step in (5, 10, 100, 99):
-        checkpoint.save(tmp_path, step, GROUPS, {})
-    checkpoint.prune(tmp_path, keep=2)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000099", "step-00000100"]
+        saved(tmp_path, step)
+    checkpoint.prune(tmp_path, keep=2, keep_every=5)
+    names = ["step-00000005", "step-00000010", "step-00000099", "step-00000100"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == names
+    checkpoint.prune(tmp_path, keep=1, keep_every=10)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000010", "step-00000100"]
     newest = checkpoint.latest(tmp_path)
     assert newest is not None
     assert newest.name == "step-00000100"
@@ -48,68 +79,137 @@ def test_newest_is_found_and_the_oldest_are_removed(tmp_path: Path) -> None:
 
 def test_a_copy_put_aside_is_no_checkpoint(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000):
-        checkpoint.save(tmp_path, step, GROUPS, {})
+        saved(tmp_path, step)
     shutil.copytree(tmp_path / "step-99999999", tmp_path / "step-best")
     newest = checkpoint.latest(tmp_path)
     assert newest is not None
     assert newest.name == "step-100000000"
+    assert checkpoint.set_aside(newest).name == "bad-step-100000000"
     checkpoint.prune(tmp_path, keep=1)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-100000000", "step-best"]
+    left = sorted(p.name for p in tmp_path.iterdir())
+    assert left == ["bad-step-100000000", "step-99999999", "step-best"]
+    shutil.copytree(tmp_path / "step-99999999", tmp_path / "step-100000000")
+    assert checkpoint.set_aside(tmp_path / "step-100000000").name == "bad-step-100000000-1"
+
+
+def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
+    """All bytes of the manifest, and of each file as many as there is time for."""
+    path = saved(tmp_path, 1, {"samples": 56, "note": "ä"})
+    chance = random.Random(0)
+    for file in path.iterdir():
+        content = file.read_bytes()
+        places = range(len(content))
+        if file.name != "manifest.json":
+            places = sorted(chance.sample(places, min(len(content), 200)))
+        for place in places:
+            changed = bytearray(content)
+            changed[place] ^= 1 << chance.randrange(8)
+            file.write_bytes(changed)
+            with pytest.raises(UserError, match="cannot use the checkpoint"):
+                checkpoint.open_checkpoint(path).check()
+        file.write_bytes(content)
+    checkpoint.open_checkpoint(path).check()
+
+
+@pytest.mark.parametrize("damage", ["truncate", "remove", "swap"])
+def test_damage_is_found_before_use(tmp_path: Path, damage: str) -> None:
+    path = saved(tmp_path)
+    file = path / "model-00000.safetensors"
+    if damage == "truncate":
+        file.write_bytes(file.read_bytes()[:-8])
+    elif damage == "remove":
+        file.unlink()
+    else:
+        shutil.copy(path / "rng-00000.safetensors", file)
+    with pytest.raises(UserError, match="cannot use the checkpoint") as error:
+        checkpoint.load(path, "model")
+    assert "model-00000.safetensors" in str(error.value)
+    assert set(checkpoint.load(path, "rng")) == {"cpu", "scalar"}
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"step": "3"}', "[" * 99999])
 def test_a_damaged_manifest_is_told(tmp_path: Path, content: str) -> None:
-    path = checkpoint.save(tmp_path, 1, GROUPS, {})
+    path = saved(tmp_path)
     (path / "manifest.json").write_text(content)
     with pytest.raises(UserError, match="cannot use the checkpoint"):
-        checkpoint.load(path)
+        checkpoint.open_checkpoint(path)
 
 
-@pytest.mark.parametrize("damage", ["flip", "truncate", "remove"])
-def test_damage_is_found_before_use(tmp_path: Path, damage: str) -> None:
-    path = checkpoint.save(tmp_path, 1, GROUPS, {})
-    file = path / "model.safetensors"
-    content = bytearray(file.read_bytes())
-    if damage == "flip":
-        content[-3] ^= 4
-        file.write_bytes(content)
-    elif damage == "truncate":
-        file.write_bytes(content[:-8])
-    else:
-        file.unlink()
-    with pytest.raises(UserError, match="cannot use the checkpoint") as error:
-        checkpoint.load(path)
-    assert "model.safetensors" in str(error.value)
+def changed(manifest: dict[str, Any], kind: str) -> None:
+    a = manifest["tensors"]["model/a"]
+    box = a["boxes"][0]
+    match kind:
+        case "format":
+            manifest["format"] = "longspan-checkpoint-9"
+        case "outside":
+            manifest["files"]["../../x.safetensors"] = "0" * 64
+        case "another file":
+            box["file"] = "model-00009.safetensors"
+        case "a path":
+            box["file"] = "/etc/passwd"
+        case "too far":
+            box["start"] = [1, 0]
+        case "too little":
+            box["shape"] = [1, 3]
+        case "overlap":
+            a["boxes"] = [{**box, "shape": [1, 3]}] * 2
+        case "too fine":
+            a["shape"] = [64] * 12
+            a["boxes"] = [{**box, "start": [i] * 12, "shape": [1] * 12} for i in range(64)]
 
 
-def test_another_format_is_refused(tmp_path: Path) -> None:
-    path = checkpoint.save(tmp_path, 1, GROUPS, {})
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, "format": "newer"}))
-    with pytest.raises(UserError, match="format: Input should be 'longspan-checkpoint-1'"):
-        checkpoint.load(path)
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("format", "Input should be 'longspan-checkpoint-2'"),
+        ("outside", "String should match pattern"),
+        ("another file", "model/a lies in a file that is not listed"),
+        ("a path", "String should match pattern"),
+        ("too far", "a box reaches outside the shape"),
+        ("too little", "boxes do not add up to the shape"),
+        ("overlap", "boxes overlap"),
+        ("too fine", "boxes do not add up"),
+    ],
+)
+def test_a_manifest_that_was_tampered_with_is_refused(
+    tmp_path: Path, kind: str, message: str
+) -> None:
+    """Even by one who knows how to make its checksum."""
+    body = read_manifest(saved(tmp_path)).model_dump(mode="json")
+    changed(body, kind)
+    own = {**body, "sha256": "0" * 64}
+    with pytest.raises(ValueError, match=message):
+        Manifest.of_text(json.dumps(own))
 
 
-@pytest.mark.parametrize("moment", ["sha256_of", "_fsync"])
+@pytest.mark.parametrize("moment", ["sha256_of", "fsync", "save_file"])
 def test_a_save_that_fails_leaves_nothing_and_the_last_one_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
-    checkpoint.save(tmp_path, 1, GROUPS, {})
+    saved(tmp_path, 1)
 
-    def fail(path: Path) -> str:
+    def fail(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
-    module = files if moment == "_fsync" else checkpoint.format
-    monkeypatch.setattr(module, moment, fail)
+    monkeypatch.setattr(writing, moment, fail)
     with pytest.raises(OSError, match="No space"):
-        checkpoint.save(tmp_path, 2, GROUPS, {})
+        saved(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
     monkeypatch.undo()
-    assert checkpoint.load(tmp_path / "step-00000001").step == 1
+    checkpoint.open_checkpoint(tmp_path / "step-00000001").check()
 
 
-def test_leftovers_of_a_killed_save_are_removed(tmp_path: Path) -> None:
-    (tmp_path / ".step-00000001.77.tmp").mkdir(parents=True)
+def test_leftovers_of_a_killed_save_or_removal_are_removed(tmp_path: Path) -> None:
+    (tmp_path / ".step-00000001.tmp").mkdir(parents=True)
+    (tmp_path / ".step-00000000.removed").mkdir()
     assert checkpoint.latest(tmp_path) is None
-    checkpoint.save(tmp_path, 2, GROUPS, {})
+    saved(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
+
+
+def test_a_rank_that_has_not_written_keeps_the_name_from_being_given(tmp_path: Path) -> None:
+    draft = Draft(tmp_path, 1)
+    draft.write(PARTS, 0)
+    with pytest.raises(FileNotFoundError):
+        draft.commit({}, 2)
+    assert checkpoint.latest(tmp_path) is None

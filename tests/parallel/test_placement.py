@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from longspan.checkpoint import load
 from longspan.config import Run
 from longspan.parallel.world import World
 from longspan.runfile import load_run
@@ -57,7 +57,7 @@ def trained(run_dir: Path, last: int = STEPS) -> tuple[torch.Tensor, dict[str, t
     """Loss and gradient norm of each step (steps, 2), and the final weights."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
-    weights = load_file(run_dir / "checkpoints" / f"step-{last:08d}" / "model.safetensors")
+    weights = load(run_dir / "checkpoints" / f"step-{last:08d}", "model")
     return torch.tensor(steps, dtype=torch.float64), weights
 
 

@@ -42,7 +42,7 @@ def run_of(*overrides: str, world: int = 1) -> Run:
 
 def final_bytes(run_dir: Path) -> dict[str, bytes]:
     folder = run_dir / "checkpoints" / "step-00000003"
-    return {name: (folder / name).read_bytes() for name in ("model.safetensors",)}
+    return {path.name: path.read_bytes() for path in folder.glob("model-*.safetensors")}
 
 
 @pytest.mark.parametrize("kind", ["dilated", "dense"])

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from longspan.checkpoint import load
 from longspan.config import Run
 from longspan.data.build import build
 from longspan.errors import Diverged, UserError
@@ -87,13 +87,13 @@ def test_forty_steps_equal_twenty_and_twenty_byte_for_byte(shards: Path, tmp_pat
     assert whole == halves
     assert set(whole) == {
         "manifest.json",
-        "model.safetensors",
-        "optimizer.safetensors",
-        "rng.safetensors",
+        "model-00000.safetensors",
+        "optimizer-00000.safetensors",
+        "rng-00000.safetensors",
     }
     assert losses(tmp_path / "whole") == losses(tmp_path / "halves")
-    first = checkpoint_files(tmp_path / "whole", 20)["model.safetensors"]
-    assert first != whole["model.safetensors"]
+    first = checkpoint_files(tmp_path / "whole", 20)["model-00000.safetensors"]
+    assert first != whole["model-00000.safetensors"]
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
@@ -146,7 +146,7 @@ def test_it_learns_and_reports(
 def test_the_trained_model_is_what_was_saved(shards: Path, tmp_path: Path) -> None:
     train(small_run(shards, "train.steps=3"), tmp_path / "run")
     _, model, step = load_trained(tmp_path / "run")
-    weights = load_file(tmp_path / "run" / "checkpoints" / "step-00000003" / "model.safetensors")
+    weights = load(tmp_path / "run" / "checkpoints" / "step-00000003", "model")
     assert step == 3
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
 
@@ -161,7 +161,7 @@ def test_bf16_trains_with_fp32_weights(shards: Path, tmp_path: Path) -> None:
     assert exact[-1] < 0.5 * exact[0]
     assert rounded == pytest.approx(exact, rel=1e-2)
     assert rounded != exact
-    weights = load_file(tmp_path / "bf16" / "checkpoints" / "step-00000020" / "model.safetensors")
+    weights = load(tmp_path / "bf16" / "checkpoints" / "step-00000020", "model")
     assert {weight.dtype for weight in weights.values()} == {torch.float32}
 
 
@@ -198,7 +198,7 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before_it(
     free, clipped = (metrics(tmp_path / name)[0]["grad_norm"] for name in ("free", "clipped"))
     assert free == clipped > 0.01
     moments = [
-        load_file(tmp_path / name / "checkpoints" / "step-00000001" / "optimizer.safetensors")
+        load(tmp_path / name / "checkpoints" / "step-00000001", "optimizer")
         for name in ("free", "clipped")
     ]
     name = "blocks.0.mlp.up.weight.exp_avg"

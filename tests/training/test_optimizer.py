@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
+from longspan.checkpoint import load
 from longspan.config import Run
 from longspan.parallel.world import World
 from longspan.runfile import load_run
@@ -58,7 +58,7 @@ def test_eight_bits_train_as_thirty_two(tmp_path: Path) -> None:
 
 
 def final(run_dir: Path, steps: int) -> dict[str, torch.Tensor]:
-    return load_file(run_dir / "checkpoints" / f"step-{steps:08d}" / "model.safetensors")
+    return load(run_dir / "checkpoints" / f"step-{steps:08d}", "model")
 
 
 def test_a_run_goes_on_with_the_same_eight_bits(tmp_path: Path) -> None:

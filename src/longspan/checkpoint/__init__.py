@@ -1,5 +1,28 @@
 """Checkpoints on disk. Knows tensors by name and nothing of models."""
 
-from longspan.checkpoint.format import Checkpoint, latest, load, prune, save
+from longspan.checkpoint.format import (
+    Box,
+    all_in,
+    folder_of,
+    latest,
+    prune,
+    set_aside,
+)
+from longspan.checkpoint.reading import Checkpoint, load, open_checkpoint
+from longspan.checkpoint.writing import Draft, Part, remove_leftovers, save
 
-__all__ = ["Checkpoint", "latest", "load", "prune", "save"]
+__all__ = [
+    "Box",
+    "Checkpoint",
+    "Draft",
+    "Part",
+    "all_in",
+    "folder_of",
+    "latest",
+    "load",
+    "open_checkpoint",
+    "prune",
+    "remove_leftovers",
+    "save",
+    "set_aside",
+]

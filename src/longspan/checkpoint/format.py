@@ -1,102 +1,211 @@
-"""One checkpoint is one folder: safetensors files and a manifest with the SHA-256 of each.
+"""One checkpoint is one folder: safetensors files and a manifest.
 
     checkpoints/step-00000020/
-      manifest.json            step, JSON state, and the SHA-256 of every file
-      model.safetensors        one file per group of tensors
-      optimizer.safetensors
-      rng.safetensors
+      manifest.json                  step, state, every tensor's shape and where its parts lie, and
+                                     the SHA-256 of every file and of the manifest itself
+      model-00000.safetensors        what rank 0 holds of the model's tensors
+      model-00001.safetensors        what rank 1 holds
+      optimizer-00000.safetensors    …
 
-It is written under another name, fsynced and renamed, so a folder named step-… is whole. No file
-here can run code when it is read.
+A tensor is known by its whole shape and is cut into boxes, one per rank that holds a part of it; so
+any number of ranks in any layout can read what any other has written. The folder is written under
+another name, fsynced and renamed: one named step-… is whole. No file here can run code when it is
+read.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 import shutil
-from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longspan.errors import UserError, first_problem
-from longspan.files import new_folder, sha256_of
 
 MANIFEST = "manifest.json"
+ASIDE = "bad-"
+MOST_CELLS = 1 << 20
+"""Ranks split a tensor along one or two dimensions, so that even thousands make few cells."""
 
-Groups = dict[str, dict[str, Tensor]]
+Size = Annotated[int, Field(ge=0)]
+FileName = Annotated[str, Field(pattern=r"^[a-z]+-[0-9]{5}\.safetensors$")]
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
-class Manifest(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    format: Literal["longspan-checkpoint-1"] = "longspan-checkpoint-1"
-    step: Annotated[int, Field(ge=0)]
+
+class Box(_Strict):
+    """A part of a tensor: where it begins and how far it reaches, in every dimension."""
+
+    start: tuple[Size, ...]
+    shape: tuple[Size, ...]
+
+    @property
+    def stop(self) -> tuple[int, ...]:
+        return tuple(a + n for a, n in zip(self.start, self.shape, strict=True))
+
+    def shared(self, other: Box) -> Box | None:
+        """What lies in both, None if nothing does."""
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(map(min, self.stop, other.stop))
+        if any(a >= b for a, b in zip(start, stop, strict=True)):
+            return None
+        return Box(start=start, shape=tuple(b - a for a, b in zip(start, stop, strict=True)))
+
+    def slices_of(self, outer: Box) -> tuple[slice, ...]:
+        """This box within the values of `outer`, which holds it."""
+        begins = zip(self.start, self.stop, outer.start, strict=True)
+        return tuple(slice(a - o, b - o) for a, b, o in begins)
+
+    @staticmethod
+    def whole(shape: tuple[int, ...]) -> Box:
+        return Box(start=(0,) * len(shape), shape=shape)
+
+
+class Stored(Box):
+    """A box and the file that holds it, under the tensor's name."""
+
+    file: FileName
+
+
+class Entry(_Strict):
+    """A tensor: its type as safetensors names it, its whole shape, and its boxes."""
+
+    dtype: str
+    shape: tuple[Size, ...]
+    boxes: tuple[Stored, ...]
+
+    @model_validator(mode="after")
+    def _is_covered_once(self) -> Entry:
+        whole = Box.whole(self.shape)
+        for box in self.boxes:
+            if len(box.start) != len(self.shape) or len(box.shape) != len(self.shape):
+                raise ValueError(f"a box has {len(box.shape)} dimensions of {len(self.shape)}")
+            if prod(box.shape) and box.shared(whole) != Box(start=box.start, shape=box.shape):
+                raise ValueError(f"a box reaches outside the shape {self.shape}")
+        if sum(prod(box.shape) for box in self.boxes) != prod(self.shape):
+            raise ValueError(f"boxes do not add up to the shape {self.shape}")
+        if _overlap([box for box in self.boxes if prod(box.shape)], len(self.shape)):
+            raise ValueError("boxes overlap")
+        return self
+
+
+def _overlap(boxes: list[Stored], dimensions: int) -> bool:
+    """By marking what each box covers on the grid that the borders of all make."""
+    cuts = [
+        sorted({at for box in boxes for at in (box.start[d], box.stop[d])})
+        for d in range(dimensions)
+    ]
+    cells = [max(1, len(each) - 1) for each in cuts]
+    if prod(cells) > MOST_CELLS:
+        raise ValueError(f"{len(boxes)} boxes cut it into {prod(cells)} pieces")
+    place = [{at: index for index, at in enumerate(each)} for each in cuts]
+    covered = np.zeros(cells, dtype=np.bool_)
+    for box in boxes:
+        ends = zip(place, box.start, box.stop, strict=True)
+        own = tuple(slice(of[a], of[b]) for of, a, b in ends)
+        if covered[own].any():
+            return True
+        covered[own] = True
+    return False
+
+
+class Manifest(_Strict):
+    format: Literal["longspan-checkpoint-2"] = "longspan-checkpoint-2"
+    step: Size
     state: dict[str, Any]
-    sha256: dict[str, str]
+    files: dict[FileName, Digest]
+    tensors: dict[str, Entry]
+
+    @model_validator(mode="after")
+    def _names_its_files(self) -> Manifest:
+        for name, entry in self.tensors.items():
+            if any(box.file not in self.files for box in entry.boxes):
+                raise ValueError(f"{name} lies in a file that is not listed")
+        return self
+
+    def to_text(self) -> str:
+        """JSON, with the SHA-256 of itself."""
+        body = self.model_dump(mode="json")
+        own = hashlib.sha256(_canonical(body)).hexdigest()
+        return json.dumps({**body, "sha256": own}, indent=1) + "\n"
+
+    @staticmethod
+    def of_text(text: str) -> Manifest:
+        """The reverse of `to_text`; ValueError where a byte of it has changed."""
+        try:
+            body = json.loads(text)
+        except RecursionError as error:
+            raise ValueError("not a manifest") from error
+        if not isinstance(body, dict):
+            raise ValueError(f"expected an object, got {type(body).__name__}")
+        own = body.pop("sha256", None)
+        manifest = Manifest.model_validate_json(json.dumps(body))
+        if own != hashlib.sha256(_canonical(body)).hexdigest():
+            raise ValueError("the manifest is damaged: its SHA-256 is not its own")
+        if manifest.to_text() != text:
+            raise ValueError("the manifest is damaged: it is not written as we write it")
+        return manifest
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    path: Path
-    step: int
-    state: dict[str, Any]
-    """What is not a tensor: data position, scaler."""
-    groups: Groups
-    """Tensors by group ("model", "optimizer", …) and name."""
+def _canonical(body: dict[str, Any]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
-def save(folder: Path, step: int, groups: Groups, state: dict[str, Any]) -> Path:
-    """Write the checkpoint of `step` into `folder`, which must not hold one of that step."""
-    target = folder / f"step-{step:08d}"
-    for leftover in folder.glob(".step-*.tmp"):  # of a process that was killed while saving
-        shutil.rmtree(leftover)
-    with new_folder(target) as draft:
-        files = {}
-        for group, tensors in groups.items():
-            path = draft / f"{group}.safetensors"
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-            files[path.name] = sha256_of(path)
-        manifest = Manifest(step=step, state=state, sha256=files)
-        (draft / MANIFEST).write_text(manifest.model_dump_json(indent=1), encoding="utf-8")
-    return target
-
-
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints."""
-    for path in _all(folder)[:-keep]:
-        shutil.rmtree(path)
-
-
-def latest(folder: Path) -> Path | None:
-    """The newest whole checkpoint, or None."""
-    return next(reversed(_all(folder)), None)
-
-
-def load(path: Path, groups: tuple[str, ...] | None = None) -> Checkpoint:
-    """Read a checkpoint, or only some of its groups; every file read is checked first."""
+def read_manifest(path: Path) -> Manifest:
+    """Of the checkpoint in the folder `path`."""
     try:
-        manifest = Manifest.model_validate_json((path / MANIFEST).read_bytes())
-        wanted = groups or tuple(name.removesuffix(".safetensors") for name in manifest.sha256)
-        for name in (f"{group}.safetensors" for group in wanted):
-            if sha256_of(path / name) != manifest.sha256.get(name):
-                raise ValueError(f"{name} is damaged: its SHA-256 is not the manifest's")
-        tensors = {group: load_file(path / f"{group}.safetensors") for group in wanted}
-    except (OSError, ValueError, SafetensorError) as error:
+        return Manifest.of_text((path / MANIFEST).read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else error
-        raise UserError(
-            f"cannot use the checkpoint {path}: {reason}. Remove that folder to go on from the "
-            "one before it"
-        ) from error
-    return Checkpoint(path, manifest.step, manifest.state, tensors)
+        raise UserError(f"cannot use the checkpoint {path}: {reason}") from error
 
 
-def _all(folder: Path) -> list[Path]:
+def folder_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def all_in(folder: Path) -> list[Path]:
     """Checkpoints by step; a folder of another name, such as a copy put aside, is none."""
     found = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in folder.glob("step-*"))
     by_step = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
     return [path for _, path in sorted(by_step)]
+
+
+def latest(folder: Path) -> Path | None:
+    """The newest whole checkpoint, or None."""
+    return next(reversed(all_in(folder)), None)
+
+
+def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
+    """Remove all but the `keep` newest, and those of every `keep_every`-th step if that is not 0.
+
+    The name goes first, so that a removal cut short leaves nothing that looks whole.
+    """
+    for path in all_in(folder)[:-keep]:
+        if keep_every and int(path.name.removeprefix("step-")) % keep_every == 0:
+            continue
+        remove(path)
+
+
+def remove(path: Path) -> None:
+    going = path.with_name(f".{path.name}.removed")
+    path.rename(going)
+    shutil.rmtree(going)
+
+
+def set_aside(path: Path) -> Path:
+    """Give a damaged checkpoint a name under which none takes it for one."""
+    number = 0
+    while (target := path.with_name(f"{ASIDE}{path.name}{f'-{number}' * bool(number)}")).exists():
+        number += 1
+    path.rename(target)
+    return target

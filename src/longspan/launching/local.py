@@ -23,6 +23,9 @@ from types import FrameType, TracebackType
 GRACE_S = 5.0
 """How long the others may take to end once one has failed."""
 
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that the processes get as well: they save and stop."""
+
 PARENT, TRACEBACK = "LONGSPAN_PARENT", "LONGSPAN_TRACEBACK"
 """Environment of a process started here: who started it, and where its traceback goes."""
 
@@ -50,7 +53,7 @@ def run_processes(
             if process.poll() is None:
                 process.send_signal(number)
 
-    previous = {s: signal.signal(s, forward) for s in (signal.SIGINT, signal.SIGTERM)}
+    previous = {s: signal.signal(s, forward) for s in FORWARDED}
     try:
         for rank in range(count):
             own = {

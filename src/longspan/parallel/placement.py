@@ -23,11 +23,10 @@ average them; the loss is multiplied by the number of ranks beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +43,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.nn.parallel import DistributedDataParallel
 
 from longspan.config import Layout, Run
@@ -179,20 +179,20 @@ class Placement:
             is_copy = self._has_tied_copy and name == "head.weight"
             yield "embedding.weight" if is_copy else name.replace(WRAPPER, ""), parameter
 
-    def collected(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The tensors of all ranks, whole; only the main rank gets those of other stages."""
-        gathered = {name: whole(x) for name, x in tensors.items()}
-        if self._mesh is None or self.ranks["pipeline"] == 1:
-            return gathered
-        axes = [axis for axis in MESH_AXES if axis != "pipeline"]
-        if any(self._mesh.get_local_rank(axis) for axis in axes):
-            return gathered  # another rank of the same stage sends them
-        on_cpu = {name: x.cpu() for name, x in gathered.items()}
-        found: list[Any] | None = None
-        if self.world.is_main:
-            found = [None] * self.ranks["pipeline"]
-        dist.gather_object(on_cpu, found, dst=0, group=self._mesh.get_group("pipeline"))
-        return {name: x for part in reversed(found or [on_cpu]) for name, x in part.items()}
+    def is_copy(self, name: str, parameter: nn.Parameter, model: Decoder) -> bool:
+        """Whether it is the second copy of a tied embedding, on the last stage of a pipeline."""
+        is_head = model.head is not None and parameter is model.head.weight
+        return self._has_tied_copy and name == "embedding.weight" and is_head
+
+    def writes(self, x: Tensor) -> bool:
+        """Whether it is this rank, of those that hold the same part of a tensor, that saves it."""
+        split = set()
+        if isinstance(x, DTensor):
+            axes = zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True)
+            split = {axis for axis, how in axes if not how.is_replicate()}
+        alike = set(MESH_AXES) - split - {"pipeline"}
+        mesh = self._mesh
+        return mesh is None or not any(mesh.get_local_rank(axis) for axis in alike)
 
     @contextmanager
     def micro_batch(self, module: nn.Module, *, is_last: bool) -> Iterator[None]:
@@ -248,13 +248,17 @@ class Placement:
             dist.all_reduce(x, group=self._sequence)
         return x
 
-    def any(self, flag: bool) -> bool:
-        """Whether it is true on any rank, so that all act alike."""
+    def most(self, *numbers: int) -> list[int]:
+        """The largest of each on any rank, so that all act alike."""
         if self._mesh is None:
-            return flag
-        flags = torch.tensor(int(flag))  # on the CPU: no waiting for a GPU
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags)
+            return list(numbers)
+        found = torch.tensor(numbers, dtype=torch.int64)  # on the CPU: no waiting for a GPU
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return [int(x) for x in found]
+
+    def any(self, *flags: bool) -> list[bool]:
+        """Whether each is true on any rank."""
+        return [bool(x) for x in self.most(*map(int, flags))]
 
 
 def _compress(model: DistributedDataParallel, how: str) -> None:
@@ -279,9 +283,29 @@ def _shards(x: Tensor) -> int:
     return math.prod(size for placement, size in sizes if not placement.is_replicate())
 
 
-def whole(x: Tensor) -> Tensor:
-    """A sharded tensor gathered, on every rank; others as they are. Every rank must call it."""
-    return x.full_tensor() if isinstance(x, DTensor) else x
+def local(x: Tensor) -> Tensor:
+    """This rank's part of a tensor."""
+    return x.to_local() if isinstance(x, DTensor) else x
+
+
+def offset_of(x: Tensor) -> tuple[int, ...]:
+    """Where in the whole tensor this rank's part begins."""
+    if not isinstance(x, DTensor):
+        return (0,) * x.dim()
+    _, start = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    return tuple(start)
+
+
+def laid_out(own: Tensor, placed: Tensor) -> Tensor:
+    """A rank's own values as a tensor that is laid out as `placed` is."""
+    if not isinstance(placed, DTensor):
+        return own.to(placed.device)
+    mesh, placements = placed.device_mesh, placed.placements
+    # On the mesh's device, from which parameters that are offloaded have moved.
+    there = DTensor.from_local(
+        own.to(mesh.device_type), mesh, placements, shape=placed.shape, stride=placed.stride()
+    )
+    return there.to(placed.device)
 
 
 def like(whole: Tensor, placed: Tensor) -> Tensor:
@@ -289,7 +313,6 @@ def like(whole: Tensor, placed: Tensor) -> Tensor:
     if not isinstance(placed, DTensor):
         return whole.to(placed.device)
     mesh, placements = placed.device_mesh, placed.placements
-    # On the mesh's device, from which parameters that are offloaded have moved.
     there = distribute_tensor(whole.to(mesh.device_type), mesh, placements, src_data_rank=None)
     return there.to(placed.device)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from longspan.checkpoint import remove_leftovers
 from longspan.config import Run
 from longspan.data import Source
 from longspan.data.tokenizer import TOKENIZER, JsonTokenizer
@@ -36,6 +37,7 @@ def open_run_folder(run: Run, run_dir: Path, device: torch.device, source: Sourc
     """Make the run's folder and write what is known at the start."""
     try:
         (run_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
+        remove_leftovers(run_dir / CHECKPOINTS)
         replace_text(run_dir / RUN_FILE, dump_run(run))
         environment = json.dumps(describe_environment(device), indent=1)
         replace_text(run_dir / "env.json", environment)

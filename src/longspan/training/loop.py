@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from longspan import checkpoint
 from longspan.config import Run, derived_values
 from longspan.data import Baseline, Sample, Source, batch_of, count_targets, open_source
 from longspan.errors import Diverged, Stopped
@@ -27,9 +26,10 @@ from longspan.training.folder import CHECKPOINTS, check_run_folder, open_run_fol
 from longspan.training.generation import Predictor, complete, encode_prompt
 from longspan.training.meter import Meter
 from longspan.training.optimizer import build_optimizer, set_learning_rate
+from longspan.training.saving import Saver, newest_good
 from longspan.training.schedule import learning_rate
 from longspan.training.state import State, resume_key
-from longspan.training.stopping import StopRequest
+from longspan.training.stopping import Requests
 
 SAMPLE_TOKENS = 300
 
@@ -81,17 +81,17 @@ def _train(
     reader = module if isinstance(module, Pipelined) else model
     scaler = placed.scaler(device, enabled=run.train.precision == "fp16")
     state = State(model, build_optimizer(model, run.train), scaler, placed)
-    saved = checkpoint.latest(run_dir / CHECKPOINTS) if resume else None
     trained_with = resume_key(run, source)
+    saved = newest_good(run_dir / CHECKPOINTS, placed) if resume else None
     if saved:
-        state.restore(checkpoint.load(saved), run, trained_with)
+        state.restore(saved, run, trained_with)
 
     if is_main:
         open_run_folder(run, run_dir, device, source)
     meter = Meter(run, device, state.step, placed.world.size)
     metrics_file = run_dir / "metrics.jsonl" if is_main else None
     with (
-        StopRequest() as stop,
+        Requests(run_dir if is_main else None) as requests,
         MetricsFile(metrics_file, step=state.step) as metrics,
         Reporter(steps=run.train.steps, done=state.step, silent=not is_main) as reporter,
     ):
@@ -101,12 +101,15 @@ def _train(
         reporter.facts(describe(run, module, source, placed.world.size))
         if not validation:
             reporter.say("no evaluation: the validation split holds less than one sample")
+        saver = Saver(run_dir / CHECKPOINTS, run.checkpoint, placed, reporter.say)
         ended = state.step >= run.train.steps
         while not ended:
             loss, grad_norm = train_step(state, module, placed, run, source, device)
             meter.add(loss)
-            ended = placed.any(stop.requested) or state.step == run.train.steps
-            saves = ended or due(state.step, run.checkpoint.every)
+            stops, saves, *report = placed.any(*requests.look(), *saver.report())
+            saver.proceed(*report)
+            ended = stops or state.step == run.train.steps
+            saves = saves or ended or saver.is_due(state.step)
             reporter.step(state.step)
             if saves or due(state.step, run.track.log_every):
                 line = meter.line(state, grad_norm)
@@ -116,14 +119,14 @@ def _train(
                     raise Diverged(f"loss {line['loss']} at step {state.step}: lower train.lr")
             with meter.paused():
                 if saves:
-                    keep = run.checkpoint.keep
-                    state.save(run_dir / CHECKPOINTS, trained_with, keep=keep)
+                    saver.begin(state, trained_with)
                 if not ended and due(state.step, run.train.eval_every):
-                    found = evaluate(reader, validation, run, device, stop, placed)
+                    found = evaluate(reader, validation, run, device, requests, placed)
                     report_validation(reporter, metrics, state.step, found, baseline)
 
-        validation_loss = evaluate(reader, validation, run, device, stop, placed)
-        if placed.any(stop.requested):
+        saver.finish_all()
+        validation_loss = evaluate(reader, validation, run, device, requests, placed)
+        if any(placed.any(requests.stop)):
             raise Stopped(
                 f"stopped at step {state.step} of {run.train.steps}, checkpoint saved; go on with\n"
                 f"  longspan train --resume {run_dir}"
@@ -222,7 +225,7 @@ def evaluate(
     samples: list[Sample],
     run: Run,
     device: torch.device,
-    stop: StopRequest,
+    requests: Requests,
     placed: Placement,
 ) -> float | None:
     """Nats per token over `samples`; None where there are none or a stop was asked for.
@@ -231,7 +234,7 @@ def evaluate(
     """
     total = 0.0
     for start in range(0, len(samples), run.train.micro_batch):
-        if placed.any(stop.requested):
+        if any(placed.any(requests.stop)):
             return None
         batch = batch_of(samples[start : start + run.train.micro_batch], device)
         with autocast(run):

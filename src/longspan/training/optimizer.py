@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from longspan.config import Train
 from longspan.errors import UserError
 from longspan.models import Decoder
-from longspan.parallel.placement import like
+from longspan.parallel.placement import laid_out, local
 
 
 def build_optimizer(model: Decoder, train: Train) -> torch.optim.Optimizer:
@@ -71,16 +71,16 @@ def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterat
 def load_moment(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: Tensor
 ) -> None:
-    """The reverse of `moments`, for one of them, whole."""
+    """The reverse of `moments`, for one of them: this rank's part of it."""
     if value.dim() == 0:  # a fused optimizer keeps its step counter beside the parameter
         is_fused = isinstance(optimizer, torch.optim.AdamW)
         optimizer.state[parameter][key] = value.to(parameter.device if is_fused else "cpu")
         return
-    placed = like(value, parameter)
+    placed = laid_out(value, parameter)
     if not isinstance(optimizer, torch.optim.AdamW):
-        exact = placed.to_local() if isinstance(placed, DTensor) else placed
+        exact = local(placed)
         placed = optimizer._new_buffer(parameter, signed=key == "exp_avg")  # type: ignore[attr-defined]
-        _fill(placed.to_local() if isinstance(placed, DTensor) else placed, exact)
+        _fill(local(placed), exact)
     optimizer.state[parameter][key] = placed
 
 

@@ -12,12 +12,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
 from longspan import checkpoint
-from longspan.checkpoint import Checkpoint
+from longspan.checkpoint import Box, Checkpoint, Part
 from longspan.config import Run
 from longspan.data import Source
-from longspan.errors import Diverged, UserError, first_problem
+from longspan.errors import UserError, first_problem
 from longspan.models import Decoder, build_decoder, new_decoder
-from longspan.parallel.placement import Placement, like
+from longspan.parallel.placement import Placement, local, offset_of
 from longspan.runfile import ONE_PROCESS, load_run, saved_run_file
 from longspan.training.device import choose_device, resolve
 from longspan.training.folder import CHECKPOINTS
@@ -62,24 +62,31 @@ class State:
     samples: int = 0
     """Position in the data: how many samples of the endless order have been used."""
 
-    def save(self, folder: Path, trained_with: dict[str, Any], *, keep: int) -> None:
-        """Write a checkpoint that can be resumed under the same `trained_with`.
+    def parts(self) -> dict[str, Part]:
+        """What this rank has to save, by group and name."""
+        named = list(self.placed.named_parameters(self.model))
+        own = {
+            f"model/{name}": parameter.detach()
+            for name, parameter in named
+            if not self.placed.is_copy(name, parameter, self.model)
+        }
+        for name, parameter in named:
+            if f"model/{name}" in own:
+                for key, value in moments(self.optimizer, parameter):
+                    own[f"optimizer/{name}.{key}"] = value
+        parts = {name: _part(x) for name, x in own.items() if self.placed.writes(x)}
+        if self.placed.world.is_main:
+            parts |= {f"rng/{name}": Part.whole(x) for name, x in _rng().items()}
+        return {name: part for name, part in parts.items() if part.values.numel()}
 
-        Every rank must call it; the main one writes.
-        """
-        own = {name: p.detach() for name, p in self.placed.named_parameters(self.model)}
-        weights = self.placed.collected(own)
-        if not all(torch.isfinite(weight).all() for weight in weights.values()):
-            raise Diverged(f"weights are not finite after step {self.step}: lower train.lr")
-        optimizer = self.placed.collected(self._optimizer_tensors())
-        groups = {"model": weights, "optimizer": optimizer, "rng": _rng()}
-        if not self.placed.world.is_main:
-            return
-        scalars = Scalars(
-            samples=self.samples, scaler=self.scaler.state_dict(), trained_with=trained_with
-        )
-        checkpoint.save(folder, self.step, groups, scalars.model_dump())
-        checkpoint.prune(folder, keep)
+    def scalars(self, trained_with: dict[str, Any]) -> dict[str, Any]:
+        """What there is to save beside tensors."""
+        scaler = self.scaler.state_dict()
+        return Scalars(samples=self.samples, scaler=scaler, trained_with=trained_with).model_dump()
+
+    def is_finite(self) -> bool:
+        """Whether this rank's weights are."""
+        return all(bool(torch.isfinite(local(p)).all()) for p in self.model.parameters())
 
     def restore(self, saved: Checkpoint, run: Run, trained_with: dict[str, Any]) -> None:
         """Take over a checkpoint, which must be of the same model and order of samples."""
@@ -94,46 +101,49 @@ class State:
                     f"{trained_with.get(key)}: set it back, or start a new run"
                 )
         load_weights(run, self.placed.named_parameters(self.model), saved)
-        self._load_optimizer(saved.groups["optimizer"])
+        self._load_optimizer(saved)
         if scalars.scaler and self.scaler.is_enabled():
             self.scaler.load_state_dict(scalars.scaler)
-        _set_rng(saved.groups["rng"])
+        _set_rng({name: saved.read(f"rng/{name}") for name in saved.shapes("rng")})
         self.step, self.samples = saved.step, scalars.samples
 
-    def _optimizer_tensors(self) -> dict[str, Tensor]:
-        return {
-            f"{name}.{key}": value
-            for name, parameter in self.placed.named_parameters(self.model)
-            for key, value in moments(self.optimizer, parameter)
-        }
-
-    def _load_optimizer(self, tensors: Mapping[str, Tensor]) -> None:
-        of_parameter: dict[str, dict[str, Tensor]] = {}
-        for full_name, value in tensors.items():
+    def _load_optimizer(self, saved: Checkpoint) -> None:
+        of_parameter: dict[str, dict[str, tuple[int, ...]]] = {}
+        for full_name, shape in saved.shapes("optimizer").items():
             name, key = full_name.rsplit(".", 1)
-            of_parameter.setdefault(name, {})[key] = value
+            of_parameter.setdefault(name, {})[key] = shape
         for name, parameter in self.placed.named_parameters(self.model):
-            for key, value in of_parameter.get(name, {}).items():
+            for key, shape in of_parameter.get(name, {}).items():
+                box = _box(parameter) if shape else None  # a step counter is one number
+                value = saved.read(f"optimizer/{name}.{key}", box)
                 load_moment(self.optimizer, parameter, key, value)
+
+
+def _box(x: Tensor) -> Box:
+    """What of a tensor lies on this rank."""
+    return Box(start=offset_of(x), shape=tuple(local(x).shape))
+
+
+def _part(x: Tensor) -> Part:
+    return Part(local(x), tuple(x.shape), _box(x))
 
 
 def load_weights(
     run: Run, parameters: Iterable[tuple[str, nn.Parameter]], saved: Checkpoint
 ) -> None:
     """Put a checkpoint's weights into `parameters`, or say which tensor of the run does not fit."""
-    found = saved.groups["model"]
-    shapes = {name: p.shape for name, p in new_decoder(run).named_parameters()}
+    found = saved.shapes("model")
+    shapes = {name: tuple(p.shape) for name, p in new_decoder(run).named_parameters()}
     for name in sorted(shapes.keys() | found.keys()):
-        here = tuple(shapes[name]) if name in shapes else None
-        there = tuple(found[name].shape) if name in found else None
-        if here != there:
+        if shapes.get(name) != found.get(name):
             raise UserError(
-                f"the run's model and {saved.path} differ at {name}: the run has {here}, the "
-                f"checkpoint {there}; resume with the [model] it was trained with"
+                f"the run's model and {saved.path} differ at {name}: the run has "
+                f"{shapes.get(name)}, the checkpoint {found.get(name)}; resume with the [model] it "
+                "was trained with"
             )
     with torch.no_grad():
         for name, parameter in parameters:
-            parameter.copy_(like(found[name], parameter))
+            local(parameter).copy_(saved.read(f"model/{name}", _box(parameter)))
 
 
 def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
@@ -145,7 +155,8 @@ def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
     path = checkpoint.latest(run_dir / CHECKPOINTS)
     if path is None:
         raise UserError(f"{run_dir} holds no checkpoint yet")
-    saved = checkpoint.load(path, groups=("model",))
+    saved = checkpoint.open_checkpoint(path)
+    saved.check(saved.files_of("model"))
     model = build_decoder(run, device)
     load_weights(run, model.named_parameters(), saved)
     return run, model, saved.step

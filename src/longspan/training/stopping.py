@@ -1,23 +1,29 @@
-"""Ctrl-C and SIGTERM: the first asks the loop to save and stop, the second stops at once."""
+"""Requests to a run from outside: signals, and files in its folder.
+
+The first Ctrl-C, SIGTERM or SIGUSR1 asks it to save and stop, the second stops it at once. `touch
+RUN_DIR/STOP` asks the same, `touch RUN_DIR/SAVE` for a checkpoint only; the files are then removed.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
-class StopRequest:
-    """While entered, `requested` turns true at the first signal."""
+class Requests:
+    """While entered, `stop` turns true at the first signal. `folder`: None where another looks."""
 
-    def __init__(self) -> None:
-        self.requested = False
+    def __init__(self, folder: Path | None) -> None:
+        self.stop = False
+        self._folder = folder
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> Requests:
         self._previous = {s: signal.signal(s, self._handle) for s in _SIGNALS}
         return self
 
@@ -25,9 +31,20 @@ class StopRequest:
         for number, previous in self._previous.items():
             signal.signal(number, previous)
 
+    def look(self) -> tuple[bool, bool]:
+        """Whether there is a request to stop, and one to save."""
+        self.stop |= self._take("STOP")
+        return self.stop, self._take("SAVE")
+
+    def _take(self, name: str) -> bool:
+        if self._folder is None or not (self._folder / name).exists():
+            return False
+        (self._folder / name).unlink(missing_ok=True)
+        return True
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.stop:
             raise KeyboardInterrupt
-        self.requested = True
+        self.stop = True
         # os.write, as print may be interrupted by this very handler
         os.write(2, b"stopping after this step; once more to stop at once\n")

@@ -1,0 +1,100 @@
+"""Reading a checkpoint: whole tensors, or the box that a rank is to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from longspan.checkpoint.format import Box, Manifest, read_manifest
+from longspan.errors import UserError
+from longspan.files import sha256_of
+
+
+class Checkpoint:
+    """A checkpoint whose manifest has been read. Files are checked by `check`, before any use."""
+
+    def __init__(self, path: Path, manifest: Manifest) -> None:
+        self.path, self.manifest = path, manifest
+        self._opened: dict[str, Any] = {}
+
+    @property
+    def step(self) -> int:
+        return self.manifest.step
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """What is not a tensor: data position, scaler."""
+        return self.manifest.state
+
+    @cached_property
+    def files(self) -> list[str]:
+        return sorted(self.manifest.files)
+
+    def shapes(self, group: str) -> dict[str, tuple[int, ...]]:
+        """Whole shapes of a group's tensors, by name without the group."""
+        prefix = f"{group}/"
+        return {
+            name.removeprefix(prefix): entry.shape
+            for name, entry in self.manifest.tensors.items()
+            if name.startswith(prefix)
+        }
+
+    def files_of(self, group: str) -> list[str]:
+        return [name for name in self.files if name.startswith(f"{group}-")]
+
+    def check(self, files: Iterable[str] | None = None) -> None:
+        """UserError unless these files, or all, are as they were written."""
+        for name in self.files if files is None else files:
+            try:
+                if sha256_of(self.path / name) != self.manifest.files[name]:
+                    raise ValueError(f"{name} is damaged: its SHA-256 is not the manifest's")
+            except (OSError, ValueError) as error:
+                raise UserError(f"cannot use the checkpoint {self.path}: {error}") from error
+
+    def read(self, name: str, box: Box | None = None) -> Tensor:
+        """The values of a "group/name" in `box`, or all of them."""
+        entry = self.manifest.tensors[name]
+        box = box or Box.whole(entry.shape)
+        found = None
+        for stored in entry.boxes:
+            shared = stored.shared(box)
+            if shared is None and entry.shape:
+                continue
+            values = self._values(stored.file, name, stored, shared or stored)
+            if found is None:
+                found = values.new_empty(box.shape)
+            found[(shared or box).slices_of(box)] = values
+        if found is None:  # a rank that holds nothing of it
+            return torch.empty(box.shape)
+        return found
+
+    def _values(self, file: str, name: str, stored: Box, wanted: Box) -> Tensor:
+        try:
+            if file not in self._opened:
+                self._opened[file] = safe_open(self.path / file, "pt")
+            opened = self._opened[file]
+            values: Tensor = (
+                opened.get_slice(name)[wanted.slices_of(stored)]
+                if stored.shape
+                else opened.get_tensor(name)
+            )
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot use the checkpoint {self.path}: {file}: {error}") from error
+        return values
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    return Checkpoint(path, read_manifest(path))
+
+
+def load(path: Path, group: str) -> dict[str, Tensor]:
+    """A group's whole tensors by name, every file of it checked."""
+    saved = open_checkpoint(path)
+    saved.check(saved.files_of(group))
+    return {name: saved.read(f"{group}/{name}") for name in saved.shapes(group)}

@@ -1,0 +1,104 @@
+"""A checkpoint of any layout, taken over by any other: the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan import checkpoint
+from longspan.checkpoint import Draft, open_checkpoint
+from longspan.data import open_source
+from longspan.models import new_decoder
+from longspan.parallel.placement import placement
+from longspan.parallel.world import World
+from longspan.training import train
+from longspan.training.optimizer import build_optimizer
+from longspan.training.state import State, resume_key
+from tests.harness import Ranks
+from tests.parallel.test_placement import run_of
+
+LAYOUTS = {
+    "one": (1, []),
+    "zero 3": (2, ["layout.zero=3"]),
+    "tensor": (2, ["layout.tensor=2"]),
+    "pipeline": (2, ["layout.pipeline=2", "layout.schedule=zbv", "model.layers=4"]),
+    "sequence": (2, ["layout.sequence=2", "layout.zero=1"]),
+    "two by two": (4, ["layout.shard=2", "layout.tensor=2"]),
+}
+SMALL = [
+    "train.steps=2",
+    "train.global_batch=4",
+    "model.layers=4",
+    "model.ffn=54",  # does not split evenly over two times two
+    "model.tied=true",
+]
+
+
+def train_rank(rank: int, world: int, layout: list[str], run_dir: str) -> None:
+    run = run_of(world, *SMALL, *layout)
+    train(run, Path(run_dir), world=World(rank, world, rank))
+
+
+def take_over(rank: int, world: int, layout: list[str], folder: str, names: list[str]) -> None:
+    """Restore each run's checkpoint under a layout, and save what came of it."""
+    run, device = run_of(world, *SMALL, *layout), torch.device("cpu")
+    key = resume_key(run, open_source(run.data, run.model))
+    with placement(run.layout, World(rank, world, rank), device) as placed:
+        model = new_decoder(run)
+        placed.place(model, run, device)
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        state = State(model, build_optimizer(model, run.train), scaler, placed)
+        for name in names:
+            path = Path(folder, name, "checkpoints/step-00000002")
+            state.restore(open_checkpoint(path), run, key)
+            draft = Draft(Path(folder, "again", name), 2)
+            draft.write(state.parts(), rank)
+            placed.most(0)
+            if rank == 0:
+                draft.commit(state.scalars(key), world)
+            placed.most(0)
+
+
+def contents(path: Path) -> dict[str, Tensor]:
+    return {
+        f"{group}/{name}": x
+        for group in ("model", "optimizer", "rng")
+        for name, x in checkpoint.load(path, group).items()
+    }
+
+
+@pytest.fixture(scope="module")
+def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps in each layout."""
+    folder = tmp_path_factory.mktemp("layouts")
+    for name, (world, layout) in LAYOUTS.items():
+        ranks.run(train_rank, world, layout, str(folder / name))
+    return folder
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+def test_every_layout_takes_over_every_other(
+    ranks: Ranks, trained: Path, target: str, tmp_path: Path
+) -> None:
+    world, layout = LAYOUTS[target]
+    for name in LAYOUTS:
+        (tmp_path / name).symlink_to(trained / name)
+    ranks.run(take_over, world, layout, str(tmp_path), list(LAYOUTS))
+    for name in LAYOUTS:
+        before = contents(trained / name / "checkpoints/step-00000002")
+        after = contents(tmp_path / "again" / name / "step-00000002")
+        assert before.keys() == after.keys()
+        assert all(torch.equal(x, after[key]) for key, x in before.items())
+        saved = open_checkpoint(tmp_path / "again" / name / "step-00000002")
+        assert saved.state["samples"] == 8
+
+
+def test_each_rank_writes_its_own_part(trained: Path) -> None:
+    saved = open_checkpoint(trained / "two by two" / "checkpoints/step-00000002")
+    assert saved.files_of("model") == [f"model-0000{rank}.safetensors" for rank in range(4)]
+    boxes = saved.manifest.tensors["model/blocks.0.mlp.up.weight"].boxes
+    assert len(boxes) == 4
+    assert saved.manifest.tensors["model/blocks.0.mlp_norm.weight"].boxes[0].shape == (16,)

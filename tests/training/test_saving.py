@@ -1,0 +1,226 @@
+"""Saves behind the training: nothing half written, nothing lost, nothing silent."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.checkpoint import writing
+from longspan.cli import main
+from longspan.errors import Stopped, UserError
+from longspan.parallel.world import World
+from longspan.training import train
+from tests.harness import Ranks
+from tests.parallel.test_placement import run_of
+
+SHORT = ["train.steps=6", "train.global_batch=2", "model.layers=1", "train.schedule=constant"]
+EVERY = "checkpoint.every=2"
+
+
+def train_here(run_dir: Path, *overrides: str, resume: bool = False) -> None:
+    train(run_of(1, *SHORT, EVERY, *overrides), run_dir, resume=resume)
+
+
+def files_of(run_dir: Path, step: int) -> dict[str, bytes]:
+    folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def checkpoints(run_dir: Path) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
+
+
+def test_behind_the_training_the_same_bytes_are_written(tmp_path: Path) -> None:
+    train_here(tmp_path / "behind")
+    train_here(tmp_path / "at-once", "checkpoint.asynchronous=false")
+    for step in (4, 6):
+        assert files_of(tmp_path / "behind", step) == files_of(tmp_path / "at-once", step)
+    assert checkpoints(tmp_path / "behind") == ["step-00000004", "step-00000006"]
+
+
+def test_some_are_kept_for_good(tmp_path: Path) -> None:
+    train_here(tmp_path / "run", "checkpoint.keep=1", "checkpoint.keep_every=4")
+    assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
+
+
+def full_disk(times: int) -> Any:
+    """`save_file`, of which the first calls find no space and leave half a file."""
+    left, real = [times], writing.save_file
+
+    def save(tensors: Any, path: Path) -> None:
+        if left[0]:
+            left[0] -= 1
+            path.write_bytes(b"half of it")
+            raise OSError(28, "No space left on device")
+        real(tensors, path)
+
+    return save
+
+
+def test_a_full_disk_does_not_end_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train_here(tmp_path / "unbroken")
+    monkeypatch.setattr(writing, "save_file", full_disk(2))
+    train_here(tmp_path / "run", "checkpoint.keep=9")
+    error = capfd.readouterr().err
+    assert error.count("IS NOT WRITTEN: [Errno 28] No space left on device") == 2
+    assert "THE CHECKPOINT OF STEP 2 IS" in error
+    assert checkpoints(tmp_path / "run") == ["step-00000006"]
+    assert files_of(tmp_path / "run", 6) == files_of(tmp_path / "unbroken", 6)
+
+
+def test_a_save_is_tried_again_before_the_next_is_due(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "save_file", full_disk(1))
+    options = ["checkpoint.every=8", "train.steps=20", "checkpoint.keep=9"]
+    monkeypatch.setattr("longspan.training.saving.RETRY_STEPS", 3)
+    train_here(tmp_path / "run", *options)
+    first, *others = checkpoints(tmp_path / "run")
+    assert "step-00000011" <= first < "step-00000016"  # once it is found to have failed
+    assert others == ["step-00000016", "step-00000020"]
+
+
+def test_a_last_save_that_fails_ends_with_a_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "save_file", full_disk(9))
+    with pytest.raises(UserError, match="the last checkpoint could not be written"):
+        train_here(tmp_path / "run")
+    assert checkpoints(tmp_path / "run") == []
+
+
+def test_a_save_that_is_slower_than_the_training_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    real, may_write = writing.save_file, threading.Event()
+
+    def save(tensors: Any, path: Path) -> None:
+        may_write.wait(60)
+        real(tensors, path)
+
+    said = "the checkpoint of step 2 is still being written: waiting"
+    monkeypatch.setattr(writing, "save_file", save)
+    from longspan.training.saving import Saver
+
+    finish = Saver.finish
+
+    def finish_then(self: Saver) -> None:
+        may_write.set()
+        finish(self)
+
+    monkeypatch.setattr(Saver, "finish", finish_then)
+    train_here(tmp_path / "run")
+    assert said in capfd.readouterr().err
+    assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
+
+
+def fail_on_the_second(rank: int, world: int, run_dir: str) -> None:
+    real = writing.save_file
+    if rank == 1:
+        writing.save_file = full_disk(1)
+    try:
+        run = run_of(world, *SHORT, EVERY, "layout.zero=3")
+        train(run, Path(run_dir), world=World(rank, world, rank))
+    finally:
+        writing.save_file = real
+
+
+def test_all_ranks_give_up_what_one_could_not_write(ranks: Ranks, tmp_path: Path) -> None:
+    ranks.run(fail_on_the_second, 2, str(tmp_path / "run"))
+    assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
+
+
+DAMAGES = ["flip", "truncate", "remove", "manifest", "no manifest"]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
+    tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train_here(tmp_path / "run")
+    unbroken = files_of(tmp_path / "run", 6)
+    newest = tmp_path / "run" / "checkpoints" / "step-00000006"
+    file = newest / ("manifest.json" if "manifest" in damage else "optimizer-00000.safetensors")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    match damage:
+        case "flip" | "manifest":
+            file.write_bytes(content)
+        case "truncate":
+            file.write_bytes(content[:-9])
+        case _:
+            file.unlink()
+    capfd.readouterr()
+    train_here(tmp_path / "run", resume=True)
+    error = capfd.readouterr().err
+    assert "step-00000006: " in error
+    assert "it is set aside" in error
+    assert "resuming at step 4" in error
+    assert files_of(tmp_path / "run", 6) == unbroken
+    assert "bad-step-00000006" in checkpoints(tmp_path / "run")
+
+
+def test_without_a_whole_one_nothing_is_begun_anew(tmp_path: Path) -> None:
+    train_here(tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        (path / "manifest.json").unlink()
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole; those set aside: bad-step"):
+        train_here(tmp_path / "run", resume=True)
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    train_here(tmp_path / "run", resume=True)  # none at all: from the start
+
+
+def test_a_file_in_the_folder_asks_for_a_checkpoint_and_another_to_stop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from longspan.training import loop
+
+    real, run_dir = loop.train_step, tmp_path / "run"
+
+    def step(state: Any, *arguments: Any) -> Any:
+        found = real(state, *arguments)
+        if state.step == 1:
+            (run_dir / "SAVE").touch()
+        if state.step == 4:
+            (run_dir / "STOP").touch()
+        return found
+
+    monkeypatch.setattr(loop, "train_step", step)
+    with pytest.raises(Stopped, match="stopped at step 4 of 6, checkpoint saved"):
+        train_here(run_dir, "checkpoint.every=0", "checkpoint.keep=9")
+    assert checkpoints(run_dir) == ["step-00000001", "step-00000004"]
+    assert not (run_dir / "SAVE").exists()
+    assert not (run_dir / "STOP").exists()
+
+
+def test_checkpoints_are_listed_checked_and_removed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_here(tmp_path / "run", "checkpoint.keep=9")
+    run_dir = str(tmp_path / "run")
+    capsys.readouterr()
+    assert main(["checkpoint", "ls", run_dir]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
+        f"step-0000000{step}" for step in (2, 4, 6)
+    ]
+    file = tmp_path / "run" / "checkpoints" / "step-00000004" / "model-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    assert main(["checkpoint", "verify", run_dir]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.endswith("whole") for line in lines] == [True, False, True]
+    assert "model-00000.safetensors is damaged" in lines[1]
+    assert main(["checkpoint", "rm", run_dir, "3"]) == 2
+    assert main(["checkpoint", "rm", run_dir, "2", "6"]) == 2
+    assert "step 6 would be the last whole checkpoint to go" in capsys.readouterr().err
+    assert main(["checkpoint", "rm", run_dir, "2", "4"]) == 0
+    assert checkpoints(tmp_path / "run") == ["step-00000006"]
+    assert main(["checkpoint", "verify", run_dir, "--json"]) == 0
+    assert main(["checkpoint", "ls", str(tmp_path / "nothing")]) == 2
