@@ -198,6 +198,14 @@ class Train(Section):
     """AdamW's."""
     clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
+    spike: Annotated[float, Field(ge=0)] = 0.0
+    """Skip steps whose gradient norm is more than so many times the usual one; 0 skips only those
+    that are no numbers."""
+    bad_steps: Positive = 5
+    """Skipped steps in a row after which the run goes back to its newest checkpoint and leaves
+    their samples out."""
+    rollbacks: Whole = 3
+    """How often it may do that."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run: "auto" is a CUDA GPU where there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

@@ -14,6 +14,7 @@ from longspan.models import new_decoder
 from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.runfile import load_run
+from longspan.training.guard import Guard
 from longspan.training.loop import train_step
 from longspan.training.optimizer import build_optimizer
 from longspan.training.state import State
@@ -55,7 +56,8 @@ def collectives_of_a_step(rank: int, world: int, overrides: list[str]) -> dict[s
         model = new_decoder(run)
         module = placed.place(model, run, device)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        state = State(model, build_optimizer(model, run.train), scaler, placed)
+        guard = Guard(0.0, device)
+        state = State(model, build_optimizer(model, run.train), scaler, placed, guard)
         train_step(state, module, placed, run, source, device)  # the first sets things up
         with Collectives() as mode, torch.profiler.profile() as profile:
             train_step(state, module, placed, run, source, device)

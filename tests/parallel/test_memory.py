@@ -15,6 +15,7 @@ from longspan.models import count_parameters, new_decoder
 from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.runfile import load_run
+from longspan.training.guard import Guard
 from longspan.training.loop import train_step
 from longspan.training.optimizer import build_optimizer
 from longspan.training.state import State
@@ -65,7 +66,8 @@ def bytes_in_a_step(rank: int, world: int, layout: list[str]) -> tuple[float, fl
         model = new_decoder(run)
         module = placed.place(model, run, device)
         scaler = placed.scaler(device, enabled=False)
-        state = State(model, build_optimizer(model, run.train), scaler, placed)
+        guard = Guard(0.0, device)
+        state = State(model, build_optimizer(model, run.train), scaler, placed, guard)
         held = []
 
         def measure(*_: object) -> None:

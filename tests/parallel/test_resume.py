@@ -15,6 +15,7 @@ from longspan.models import new_decoder
 from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.training import train
+from longspan.training.guard import Guard
 from longspan.training.optimizer import build_optimizer
 from longspan.training.state import State, resume_key
 from tests.harness import Ranks
@@ -50,7 +51,8 @@ def take_over(rank: int, world: int, layout: list[str], folder: str, names: list
         model = new_decoder(run)
         placed.place(model, run, device)
         scaler = torch.amp.GradScaler("cpu", enabled=False)
-        state = State(model, build_optimizer(model, run.train), scaler, placed)
+        guard = Guard(0.0, device)
+        state = State(model, build_optimizer(model, run.train), scaler, placed, guard)
         for name in names:
             path = Path(folder, name, "checkpoints/step-00000002")
             state.restore(open_checkpoint(path), run, key)

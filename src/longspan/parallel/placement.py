@@ -23,7 +23,7 @@ average them; the loss is multiplied by the number of ranks beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -92,7 +92,7 @@ class Placement:
         """Ranks over which DDP and FSDP take the mean of gradients."""
         return self.data_ranks * self.ranks["sequence"]
 
-    def own(self, indices: range) -> range:
+    def own(self, indices: Sequence[int]) -> Sequence[int]:
         """This rank's share of a step's samples."""
         if self._mesh is None:
             return indices

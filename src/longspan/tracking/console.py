@@ -12,7 +12,10 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
     """The parts of a metrics line that a person reads, in one row."""
-    parts = [f"loss {metrics['loss']:.4f}", f"{metrics['tokens_per_s']:,.0f} tok/s"]
+    loss = "no number" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
+    parts = [f"loss {loss}", f"{metrics['tokens_per_s']:,.0f} tok/s"]
+    if metrics.get("skipped_steps"):
+        parts.append(f"{metrics['skipped_steps']} steps skipped")
     if metrics.get("mfu") is not None:
         parts.append(f"MFU {metrics['mfu']:.1%}")
     parts.append(f"{metrics['memory_bytes'] / 2**30:.2f} GiB")

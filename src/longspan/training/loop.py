@@ -24,11 +24,12 @@ from longspan.tracking import MetricsFile, Reporter
 from longspan.training.device import autocast, choose_device, resolve
 from longspan.training.folder import CHECKPOINTS, check_run_folder, open_run_folder
 from longspan.training.generation import Predictor, complete, encode_prompt
+from longspan.training.guard import Guard
 from longspan.training.meter import Meter
-from longspan.training.optimizer import build_optimizer, set_learning_rate
-from longspan.training.saving import Saver, newest_good
+from longspan.training.optimizer import build_optimizer, set_learning_rate, take_step
+from longspan.training.saving import Saver
 from longspan.training.schedule import learning_rate
-from longspan.training.state import State, resume_key
+from longspan.training.state import State, newest_good, resume_key
 from longspan.training.stopping import Requests
 
 SAMPLE_TOKENS = 300
@@ -80,7 +81,8 @@ def _train(
     module = placed.place(model, run, device, partial(forward_context, run))
     reader = module if isinstance(module, Pipelined) else model
     scaler = placed.scaler(device, enabled=run.train.precision == "fp16")
-    state = State(model, build_optimizer(model, run.train), scaler, placed)
+    guard = Guard(run.train.spike, device)
+    state = State(model, build_optimizer(model, run.train), scaler, placed, guard)
     trained_with = resume_key(run, source)
     saved = newest_good(run_dir / CHECKPOINTS, placed) if resume else None
     if saved:
@@ -115,8 +117,16 @@ def _train(
                 line = meter.line(state, grad_norm)
                 metrics.write(line)
                 reporter.metrics(line, meter.seconds_left)
-                if not math.isfinite(line["loss"]):
-                    raise Diverged(f"loss {line['loss']} at step {state.step}: lower train.lr")
+                (streak,) = placed.most(int(guard.streak))
+                if streak >= run.train.bad_steps:
+                    saver.finish()
+                    text = state.roll_back(run_dir / CHECKPOINTS, run, trained_with, streak)
+                    metrics.write({"step": state.step, "rolled_back": text})
+                    reporter.say(text)
+                    ended = False
+                    continue
+                if ended and line["loss"] is None:
+                    raise Diverged(f"the loss is no number at step {state.step}: lower train.lr")
             with meter.paused():
                 if saves:
                     saver.begin(state, trained_with)
@@ -165,7 +175,7 @@ def train_step(
     cut into micro-batches, and those spread over ranks, does not enter.
     """
     train = run.train
-    indices = range(state.samples, state.samples + train.global_batch)
+    indices = state.next_samples(train.global_batch)
     tokens_with_loss = max(1, sum(source.targets_in(train.seed, index) for index in indices))
     set_learning_rate(state.optimizer, learning_rate(train, state.step))
     samples = [source.sample(train.seed, index) for index in placed.own(indices)]
@@ -182,11 +192,16 @@ def train_step(
     placed.sum(total)
     state.scaler.unscale_(state.optimizer)
     grad_norm = placed.clip_gradients(state.model, train.clip or math.inf)
-    state.scaler.step(state.optimizer)
-    state.scaler.update()
+    scales = state.scaler.is_enabled()
+    is_bad = state.guard.judge(total, grad_norm, overflows=scales)
+    if scales:  # which finds out about gradients that are no numbers itself
+        state.scaler.step(state.optimizer)
+        state.scaler.update()
+    else:
+        take_step(state.optimizer, is_bad)
     state.optimizer.zero_grad()
     state.step += 1
-    state.samples += train.global_batch
+    state.samples = indices[-1] + 1
     return total, grad_norm
 
 

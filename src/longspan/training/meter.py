@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator
@@ -63,7 +64,9 @@ class Meter:
 
     def line(self, state: State, grad_norm: Tensor) -> dict[str, Any]:
         """A line of metrics over the steps since the last one; `loss` is their mean."""
-        self.last_loss = torch.stack(self._losses).mean().item()  # waits for the device
+        losses = torch.stack(self._losses)  # of steps that were not taken, some are no numbers
+        mean = losses.where(losses.isfinite(), torch.nan).nanmean().item()  # waits for the device
+        self.last_loss = None if math.isnan(mean) else mean
         now = time.perf_counter()
         samples = len(self._losses) * self._run.train.global_batch
         samples_per_s = samples / (now - self._mark)
@@ -75,7 +78,8 @@ class Meter:
             "tokens": state.samples * self._run.data.context,
             "loss": self.last_loss,
             "lr": float(state.optimizer.param_groups[0]["lr"]),
-            "grad_norm": grad_norm.item(),
+            "grad_norm": norm if math.isfinite(norm := grad_norm.item()) else None,
+            "skipped_steps": int(state.guard.skipped),
             "tokens_per_s": rate,
             "mfu": self._flops * samples_per_s / self._peak if self._peak else None,
             "memory_bytes": peak_memory(self._device),

@@ -53,6 +53,15 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
+def take_step(optimizer: torch.optim.Optimizer, is_bad: Tensor) -> None:
+    """Step unless `is_bad` is 1.0: a fused optimizer finds that out on the device."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        optimizer.found_inf = is_bad  # type: ignore[attr-defined]
+        optimizer.step()
+    elif not is_bad:
+        optimizer.step()
+
+
 def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
     """What the optimizer keeps of a parameter, in 32 bits, laid out as the parameter is."""
     for key, value in optimizer.state[parameter].items():

@@ -8,7 +8,6 @@ one gives the checkpoint its name. Threads exchange no messages.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,17 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.checkpoint import (
-    Checkpoint,
-    Draft,
-    Part,
-    folder_of,
-    latest,
-    open_checkpoint,
-    prune,
-    set_aside,
-)
-from longspan.config import Checkpoint as Settings
+from longspan.checkpoint import Draft, Part, prune
+from longspan.config import Checkpoint
 from longspan.errors import Diverged, UserError
 from longspan.parallel.placement import Placement
 from longspan.training.state import State
@@ -37,40 +27,11 @@ RETRY_STEPS = 10
 """After a save that failed, the steps to the next attempt."""
 
 
-def newest_good(folder: Path, placed: Placement) -> Checkpoint | None:
-    """The newest checkpoint of which no byte has changed, or None where there is none at all.
-
-    The ranks share the checking. A damaged one is set aside, and the one before it is tried.
-    """
-    world, aside = placed.world, list[str]()
-    while True:
-        newest = latest(folder) if world.is_main else None
-        (step,) = placed.most(-1 if newest is None else int(newest.name.removeprefix("step-")))
-        if step < 0 and aside:
-            raise UserError(
-                f"no checkpoint in {folder} is whole; those set aside: {', '.join(aside)}"
-            )
-        if step < 0:
-            return None
-        path, problem = folder_of(folder, step), None
-        try:
-            saved = open_checkpoint(path)
-            saved.check(saved.files[world.rank :: world.size])
-        except UserError as error:
-            problem = error
-            print(f"longspan: {error}; it is set aside", file=sys.stderr)
-        if not any(placed.any(problem is not None)):
-            return saved
-        if world.is_main:
-            aside.append(set_aside(path).name)
-        placed.most(0)  # none looks for the next one before this one has gone
-
-
 class Saver:
     """At most one save is under way."""
 
     def __init__(
-        self, folder: Path, settings: Settings, placed: Placement, say: Callable[[str], None]
+        self, folder: Path, settings: Checkpoint, placed: Placement, say: Callable[[str], None]
     ) -> None:
         self._folder, self._settings, self._placed, self._say = folder, settings, placed, say
         self._stage: dict[str, Tensor] = {}

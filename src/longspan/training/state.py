@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import sys
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,16 +13,24 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from torch import Tensor, nn
 
-from longspan import checkpoint
-from longspan.checkpoint import Box, Checkpoint, Part
+from longspan.checkpoint import (
+    Box,
+    Checkpoint,
+    Part,
+    folder_of,
+    latest,
+    open_checkpoint,
+    set_aside,
+)
 from longspan.config import Run
 from longspan.data import Source
-from longspan.errors import UserError, first_problem
+from longspan.errors import Diverged, UserError, first_problem
 from longspan.models import Decoder, build_decoder, new_decoder
 from longspan.parallel.placement import Placement, local, offset_of
 from longspan.runfile import ONE_PROCESS, load_run, saved_run_file
 from longspan.training.device import choose_device, resolve
 from longspan.training.folder import CHECKPOINTS
+from longspan.training.guard import Guard, Usual
 from longspan.training.optimizer import load_moment, moments
 
 
@@ -31,6 +41,8 @@ class Scalars(BaseModel):
 
     samples: Annotated[int, Field(ge=0)]
     scaler: dict[str, int | float]
+    usual: Usual = Usual()
+    skips: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = []
     trained_with: dict[str, Any]
 
 
@@ -58,9 +70,19 @@ class State:
     optimizer: torch.optim.Optimizer
     scaler: torch.amp.GradScaler
     placed: Placement
+    guard: Guard
     step: int = 0
     samples: int = 0
-    """Position in the data: how many samples of the endless order have been used."""
+    """Position in the data: how many samples of the endless order have been used or left out."""
+    skips: list[tuple[int, int]] = field(default_factory=list)
+    """Samples [a, b) that are left out: steps on them were bad, one after another."""
+
+    def next_samples(self, count: int) -> list[int]:
+        """The next samples of the endless order that are not left out."""
+        left_out = (range(a, b) for a, b in self.skips)
+        skipped = {index for each in left_out for index in each if index >= self.samples}
+        found = (index for index in itertools.count(self.samples) if index not in skipped)
+        return list(itertools.islice(found, count))
 
     def parts(self) -> dict[str, Part]:
         """What this rank has to save, by group and name."""
@@ -81,8 +103,13 @@ class State:
 
     def scalars(self, trained_with: dict[str, Any]) -> dict[str, Any]:
         """What there is to save beside tensors."""
-        scaler = self.scaler.state_dict()
-        return Scalars(samples=self.samples, scaler=scaler, trained_with=trained_with).model_dump()
+        return Scalars(
+            samples=self.samples,
+            scaler=self.scaler.state_dict(),
+            usual=self.guard.usual(),
+            skips=[[a, b] for a, b in self.skips],
+            trained_with=trained_with,
+        ).model_dump(mode="json")
 
     def is_finite(self) -> bool:
         """Whether this rank's weights are."""
@@ -105,7 +132,33 @@ class State:
         if scalars.scaler and self.scaler.is_enabled():
             self.scaler.load_state_dict(scalars.scaler)
         _set_rng({name: saved.read(f"rng/{name}") for name in saved.shapes("rng")})
+        self.guard.set_usual(scalars.usual)
         self.step, self.samples = saved.step, scalars.samples
+        self.skips = [(a, b) for a, b in scalars.skips]
+
+    def roll_back(
+        self, folder: Path, run: Run, trained_with: dict[str, Any], bad_steps: int
+    ) -> str:
+        """Go back to the newest checkpoint and leave out the samples of the last `bad_steps`.
+
+        Says so; Diverged where there is none, or where it has been done too often.
+        """
+        end = self.samples
+        begin, bad = end - bad_steps * run.train.global_batch, self.step
+        skips = [*self.skips, (begin, end)]
+        saved = newest_good(folder, self.placed)
+        if saved is None or len(skips) > run.train.rollbacks:
+            raise Diverged(
+                f"{bad_steps} steps in a row to step {bad} had a loss or gradient that is no "
+                f"number or stands out; after {len(skips) - 1} ways back"
+                f"{', and no checkpoint to go back to' * (saved is None)}: lower train.lr"
+            )
+        self.restore(saved, run, trained_with)
+        self.skips = skips
+        return (
+            f"{bad_steps} bad steps in a row: back from step {bad} to {self.step}, leaving out the "
+            f"samples {begin:,} to {end - 1:,}"
+        )
 
     def _load_optimizer(self, saved: Checkpoint) -> None:
         of_parameter: dict[str, dict[str, tuple[int, ...]]] = {}
@@ -126,6 +179,35 @@ def _box(x: Tensor) -> Box:
 
 def _part(x: Tensor) -> Part:
     return Part(local(x), tuple(x.shape), _box(x))
+
+
+def newest_good(folder: Path, placed: Placement) -> Checkpoint | None:
+    """The newest checkpoint of which no byte has changed, or None where there is none at all.
+
+    The ranks share the checking. A damaged one is set aside, and the one before it is tried.
+    """
+    world, aside = placed.world, list[str]()
+    while True:
+        newest = latest(folder) if world.is_main else None
+        (step,) = placed.most(-1 if newest is None else int(newest.name.removeprefix("step-")))
+        if step < 0 and aside:
+            raise UserError(
+                f"no checkpoint in {folder} is whole; those set aside: {', '.join(aside)}"
+            )
+        if step < 0:
+            return None
+        path, problem = folder_of(folder, step), None
+        try:
+            saved = open_checkpoint(path)
+            saved.check(saved.files[world.rank :: world.size])
+        except UserError as error:
+            problem = error
+            print(f"longspan: {error}; it is set aside", file=sys.stderr)
+        if not any(placed.any(problem is not None)):
+            return saved
+        if world.is_main:
+            aside.append(set_aside(path).name)
+        placed.most(0)  # none looks for the next one before this one has gone
 
 
 def load_weights(
@@ -152,10 +234,10 @@ def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
     run = load_run(saved_run_file(run_dir), overrides)
     device = choose_device(run)
     run = resolve(run, device)
-    path = checkpoint.latest(run_dir / CHECKPOINTS)
+    path = latest(run_dir / CHECKPOINTS)
     if path is None:
         raise UserError(f"{run_dir} holds no checkpoint yet")
-    saved = checkpoint.open_checkpoint(path)
+    saved = open_checkpoint(path)
     saved.check(saved.files_of("model"))
     model = build_decoder(run, device)
     load_weights(run, model.named_parameters(), saved)
