@@ -8,24 +8,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from longspan.attention import kernels
+from longspan.attention import kernels, listed_kernels
 
-DESCRIBED = {"forward": ("k", "v"), "query_grad": ("k", "v"), "key_grad": ("q", "grad")}
 HALVES = ("q", "k", "v", "out", "grad", "grad_q", "grad_k", "grad_v")
 
 
-def type_of(name: str, kernel: str, rows: int, constants: dict[str, Any]) -> Any:
-    if name in constants:
-        return "constexpr"
-    if name in DESCRIBED[kernel]:
-        return f"tensordesc<bf16[1,{rows},1,1,64]>"
+def type_of(name: str) -> Any:
     if name.endswith("strides"):
         return ("i32",) * (2 if name == "lse_strides" else 3)
     if name in HALVES:
         return "*bf16"
     if name in ("q_ids", "k_ids", "offsets"):
         return "*i64"
-    if name == "blocks":
+    if name in ("blocks", "queries", "keys", "slots"):
         return "*i32"
     if name in ("scale", "natural_scale"):
         return "fp32"
@@ -33,7 +28,21 @@ def type_of(name: str, kernel: str, rows: int, constants: dict[str, Any]) -> Any
     return "*fp32" if name in floats else "i32"
 
 
-def compile_kernel(kernel: str, queries: int, keys: int, **changes: Any) -> None:
+def compile_kernel(
+    function: Any, constants: dict[str, Any], described: dict[str, str], stages: int
+) -> None:
+    signature = {
+        name: "constexpr" if name in constants else described.get(name) or type_of(name)
+        for name in function.arg_names
+    }
+    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
+    source = ASTSource(function, signature, places, {})
+    options = {"num_warps": 4, "num_stages": stages}
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert "wgmma" in compiled.asm["ptx"]
+
+
+def compile_branch(kernel: str, queries: int, keys: int, **changes: Any) -> None:
     constants = {
         "RATIOS": (2, 4),
         "CROSS": False,
@@ -49,14 +58,19 @@ def compile_kernel(kernel: str, queries: int, keys: int, **changes: Any) -> None
         "TILE_N": keys,
         **changes,
     }
-    function = getattr(kernels, kernel)
-    rows = queries if kernel == "key_grad" else keys
-    signature = {name: type_of(name, kernel, rows, constants) for name in function.arg_names}
-    places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(function, signature, places, {})
-    options = {"num_warps": 4, "num_stages": 3}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    assert "wgmma" in compiled.asm["ptx"]
+    rows, names = (queries, ("q", "grad")) if kernel == "key_grad" else (keys, ("k", "v"))
+    described = dict.fromkeys(names, f"tensordesc<bf16[1,{rows},1,1,64]>")
+    compile_kernel(getattr(kernels, kernel), constants, described, 3)
+
+
+def compile_listed() -> None:
+    sizes = {"HEAD_DIM": 64, "TILE_M": 64, "TILE_N": 64}
+    tile = "tensordesc<bf16[64,64]>"
+    for first, last in ((True, True), (True, False), (False, True)):
+        constants = {"FIRST": first, "LAST": last, **sizes}
+        described = dict.fromkeys(("q", "grad", "ds"), tile)
+        compile_kernel(listed_kernels.key_grad, constants, {**described, "offsets": "*i32"}, 2)
+    compile_kernel(listed_kernels.query_grad, sizes, dict.fromkeys(("k", "ds"), tile), 3)
 
 
 if __name__ == "__main__":
@@ -65,7 +79,8 @@ if __name__ == "__main__":
         ("query_grad", 64, 32),
         ("key_grad", 32, 64),
     ):
-        compile_kernel(kernel, queries, keys)
-        compile_kernel(kernel, queries, keys, CROSS=True, FIRST=True, LAST=False, EVEN=True)
-        compile_kernel(kernel, queries, keys, CROSS=True, CAUSAL=False, IDS=True)
-        compile_kernel(kernel, queries, keys, RATIOS=(), LISTED=True, FIRST=True, IDS=True)
+        compile_branch(kernel, queries, keys)
+        compile_branch(kernel, queries, keys, CROSS=True, FIRST=True, LAST=False, EVEN=True)
+        compile_branch(kernel, queries, keys, CROSS=True, CAUSAL=False, IDS=True)
+        compile_branch(kernel, queries, keys, RATIOS=(), LISTED=True, FIRST=True, IDS=True)
+    compile_listed()

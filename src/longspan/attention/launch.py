@@ -3,33 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from longspan.attention import kernels
+from longspan.attention import kernels, listed
+from longspan.attention.compiled import Launch, Tiles
+from longspan.attention.listed import LOG2_E
+from longspan.attention.lists import block_lists
 from longspan.attention.pattern import BlockSparse
 
-LOG2_E = 1.4426950408889634
 PARTIAL_BYTES = 128 << 20
 """Of each float32 buffer that branches are joined in; longer sequences go slab by slab."""
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Queries and keys per tile, and how the compiler is to lay the kernel out."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
 
 
 def tiles_of(kernel: str, head_dim: int, dtype: torch.dtype, block: int = 0) -> Tiles:
@@ -116,72 +107,6 @@ def plan(segment_lengths: Sequence[int], rates: Sequence[int], has_blocks: bool)
     return Plan(branches, is_nested, partial_rate, reach)
 
 
-@lru_cache(maxsize=32)
-def block_lists(
-    blocks: BlockSparse, count: int, is_causal: bool, of_keys: bool, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """CSR lists of the key blocks of each query block, or of the query blocks of each key block.
-
-    Int64 `offsets` (count + 1,) and int32 indices; under causality without the block itself.
-    """
-    index = torch.arange(count, device=device)
-    found, lengths = [], []
-    for rows in torch.split(index, max(1, (1 << 22) // count)):
-        kept = blocks.blocks(index, rows).T if of_keys else blocks.blocks(rows, index)
-        if is_causal:
-            earlier = index[None, :] < rows[:, None]
-            kept = kept & (~earlier & (index[None, :] != rows[:, None]) if of_keys else earlier)
-        found.append(kept.nonzero()[:, 1].int())
-        lengths.append(kept.sum(1))
-    offsets = pad(torch.cat(lengths).cumsum(0), (1, 0))
-    return offsets, torch.cat(found)
-
-
-class _Launch:
-    """One launch, ready but for its pointers.
-
-    After the first time the compiled kernel is called directly: looking it up by its arguments
-    costs Triton more than the launch itself. Nothing it was specialised on may change, so every
-    pointer is 16-byte aligned and all else is bound here.
-    """
-
-    def __init__(
-        self, kernel: Any, grid: tuple[int, int], numbers: tuple[Any, ...],
-        constants: Mapping[str, Any], tiles: Tiles, unit: tuple[int, int, int],
-    ) -> None:  # fmt: skip
-        self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
-        self.tiles, self.unit = tiles, unit
-        self._run: Any = None
-        self._prototypes: dict[int, Any] = {}
-
-    def __call__(self, *pointers: Any) -> None:
-        if self._run is not None:
-            self._run(*pointers, *self.numbers, *self.constants.values())
-            return
-        compiled = self.kernel[self.grid](
-            *pointers, *self.numbers, **self.constants,
-            num_warps=self.tiles.warps, num_stages=self.tiles.stages,
-        )  # fmt: skip
-        if compiled is not None:  # the interpreter compiles nothing
-            self._run = compiled[(*self.grid, 1)]
-
-    def described(self, index: int, x: Tensor) -> Any:
-        """(batch, tokens, heads, head_dim) as (batch, rows, rate, heads, head_dim), read in tiles.
-
-        Checked once; `index` tells one tensor of a launch from another.
-        """
-        if index not in self._prototypes:
-            rate, rows, dims = self.unit
-            batch, tokens, heads, head_dim = x.shape
-            b, n, h, _ = x.stride()
-            shape, strides = [batch, tokens // rate, rate, heads, head_dim], [b, rate * n, n, h, 1]
-            descriptor = TensorDescriptor(x, shape, strides, [1, rows, 1, 1, dims])
-            self._prototypes[index] = {**vars(descriptor), "base": None}
-        new = object.__new__(TensorDescriptor)
-        vars(new).update(self._prototypes[index], base=x)
-        return new
-
-
 @dataclass(frozen=True)
 class _Call:
     """What the launches of one attention share: its shapes and its pattern."""
@@ -239,6 +164,23 @@ class _Call:
         shape = (self.batch, self.tokens, self.heads, self.head_dim)
         return new(shape, dtype=self.dtype, device=self.device)
 
+    @cached_property
+    def is_listed(self) -> bool:
+        """Whether the backward pass is that of `listed`: 16-bit blocks of whole sequences."""
+        return (
+            self.blocks is not None
+            and self.blocks.block_size == listed.BLOCK
+            and self.is_causal
+            and not self.has_ids
+            and self.rates == (1,)
+            and self.segment_lengths[0] >= self.tokens
+            and listed.SHORTEST <= self.tokens <= listed.LONGEST
+            and self.tokens % listed.BLOCK == 0
+            and self.head_dim in (64, 128)
+            and self.dtype.itemsize == 2
+            and listed.has_kernels(self.device)
+        )
+
     def listed(self, branch: Branch, unused: Tensor, *, of_keys: bool) -> tuple[Tensor, Tensor]:
         if self.blocks is None:
             return unused, unused
@@ -257,7 +199,7 @@ def _launches(
     strides: tuple[tuple[int, ...], ...],
     described: tuple[tuple[int, ...], ...],
     id_stride: int,
-) -> list[_Launch]:
+) -> list[Launch]:
     """The launches of one kernel over a slab of `tokens`, one per branch.
 
     `strides`: of the tensors that the kernel addresses by pointers, in its order; `described`: of
@@ -292,18 +234,16 @@ def _launches(
         }
         grid = (-(-rows // length) * -(-length // tile), call.batch * call.heads)
         kernel, unit = getattr(kernels, name), (branch.rate, step, call.dims)
-        launches.append(_Launch(kernel, grid, numbers, constants, tiles, unit))
+        launches.append(Launch(kernel, grid, numbers, constants, tiles, unit))
     return launches
 
 
 @lru_cache(maxsize=64)
-def _preparation(call: _Call, strides: tuple[tuple[int, ...], ...]) -> _Launch:
+def _preparation(call: _Call, strides: tuple[tuple[int, ...], ...]) -> Launch:
     numbers = (*strides, call.tokens, call.heads)
     constants = {"HEAD_DIM": call.head_dim, "DIMS": call.dims, "TILE": 64}
     grid = (-(-call.tokens // 64), call.batch * call.heads)
-    return _Launch(
-        kernels.prepare_backward, grid, numbers, constants, Tiles(64, 64, 4, 1), (1, 1, 1)
-    )
+    return Launch(kernels.prepare_backward, grid, numbers, constants, Tiles(64, 64, 4, 1))
 
 
 def _readable(x: Tensor, multiple: int) -> Tensor:
@@ -413,14 +353,20 @@ def backward(
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         strides = out.stride()[:3], grad.stride()[:3], lse.stride()[:2]
         _preparation(call, strides)(out, grad, lse, delta, limit)
-        for slab in call.slabs:
-            own = call.padded(slab)
-            inputs = _Inputs(
-                _rows(q, own), _rows(k, own), _rows(v, own), _rows(grad, own),
-                _rows(limit, slab, 2), _rows(delta, slab, 2), *_ids_of(ids, slab, lse),
-            )  # fmt: skip
-            _query_grad_slab(call, inputs, _rows(grad_q, slab))
-            _key_grad_slab(call, inputs, _rows(grad_k, slab), _rows(grad_v, slab))
+        if call.is_listed:
+            assert call.blocks is not None
+            listed.gradients(
+                q, k, v, grad, limit, delta, grad_q, grad_k, grad_v, call.blocks, call.scale
+            )
+        else:
+            for slab in call.slabs:
+                own = call.padded(slab)
+                inputs = _Inputs(
+                    _rows(q, own), _rows(k, own), _rows(v, own), _rows(grad, own),
+                    _rows(limit, slab, 2), _rows(delta, slab, 2), *_ids_of(ids, slab, lse),
+                )  # fmt: skip
+                _query_grad_slab(call, inputs, _rows(grad_q, slab))
+                _key_grad_slab(call, inputs, _rows(grad_k, slab), _rows(grad_v, slab))
     if call.group > 1:
         grouped = (call.batch, call.tokens, -1, call.group, call.head_dim)
         grad_k, grad_v = grad_k.view(grouped).sum(3), grad_v.view(grouped).sum(3)
