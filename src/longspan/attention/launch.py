@@ -33,13 +33,13 @@ def tiles_of(kernel: str, head_dim: int, dtype: torch.dtype, block: int = 0) -> 
     has_wide_blocks = block > 0 and block % 128 == 0
     if head_dim <= 64:
         return {
-            "forward": Tiles(64, 128, 4, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
+            "forward": Tiles(128, 128, 4, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
             "query_grad": Tiles(64, 64 if block else 32, 4, 3),
             "key_grad": Tiles(32, 64, 4, 3),
         }[kernel]
     if head_dim <= 128:
         return {
-            "forward": Tiles(128, 128, 8, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
+            "forward": Tiles(128, 64, 4, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
             "query_grad": Tiles(64, 64, 4, 2) if block else Tiles(128, 64, 8, 3),
             "key_grad": Tiles(64, 64, 4, 2) if block else Tiles(32, 64, 4, 3),
         }[kernel]
