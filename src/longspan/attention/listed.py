@@ -6,8 +6,8 @@ in all. The scratch stays within SCRATCH_BYTES:
 
 - A few heads run at a time, as many as fill the GPU, in two lanes: streams, so that the end of one
   kernel runs beside the other lane's.
-- Where the pairs of one head are too many, its queries go chunk by chunk. The gradients of keys and
-  values are then joined over the chunks in float32; a query's lies in one chunk.
+- Where the pairs of one head are too many, its queries go chunk by chunk. The gradients of its keys
+  and values are then joined over the chunks in float32; a query's lies in one chunk.
 
 No atomics: the same input gives the same bits.
 """
