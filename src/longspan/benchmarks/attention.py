@@ -31,6 +31,7 @@ from longspan.config import branch_problems
 from longspan.errors import UserError
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+WARM_UP_S = 0.2
 DENSE, DILATED, PLAIN = "dense", "dilated", "plain dilated"
 
 
@@ -222,13 +223,18 @@ def _captured(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def _time(function: Callable[[], None], device: str) -> tuple[float, float]:
-    """Median milliseconds and (slowest − fastest) / median, of 5 to 50 repetitions."""
+    """Median milliseconds and (slowest − fastest) / median, of 5 to 50 repetitions.
+
+    Clocks, caches and threads are warm: it has run for WARM_UP_S before.
+    """
     function()
-    start = time.perf_counter()
-    function()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    repetitions = min(50, max(5, int(0.5 / (time.perf_counter() - start))))
+    begin, calls = time.perf_counter(), 0
+    while calls == 0 or time.perf_counter() - begin < WARM_UP_S:
+        function()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        calls += 1
+    repetitions = min(50, max(5, int(0.5 * calls / (time.perf_counter() - begin))))
     times = (_gpu_times if device == "cuda" else _cpu_times)(function, repetitions)
     median = statistics.median(times)
     return median, (max(times) - min(times)) / median
