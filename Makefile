@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: train test check format clean
+.PHONY: train test check format clean fuzz drill
 train: $(VENV)/.runtime
 	$(BIN)/longspan train
 
@@ -19,6 +19,14 @@ check: $(VENV)/.development
 format: $(VENV)/.development
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Longer than `make test`: ten thousand broken manifests and run files, and a run broken forty times.
+fuzz: $(VENV)/.development
+	LONGSPAN_FUZZ_CASES=10000 $(BIN)/python -m pytest tests/test_security.py
+
+drill: $(VENV)/.development
+	$(BIN)/longspan drill examples/drill.toml --nproc 2 --faults 20 --seed 7
+	$(BIN)/longspan drill examples/drill.toml --nproc 4 --faults 20 --seed 8
 
 clean:
 	rm -rf $(VENV)

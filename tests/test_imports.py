@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "longspan"
-GROUND = {"errors", "files", "hardware", "presets"}
+GROUND = {"errors", "faults", "files", "hardware", "presets"}
 """Plain modules that anyone may import and that import no room."""
 
 MAY_IMPORT = {
@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "benchmarks": {"attention", "config"},
     "cli": {
         "checkpoint",
+        "drill",
         "verify",
         "benchmarks",
         "launching",
@@ -46,6 +47,7 @@ MAY_IMPORT = {
         "config",
         "runfile",
     },
+    "drill": {"checkpoint", "config", "runfile"},
     "verify": {"checkpoint", "config", "launching", "runfile"},
     "__main__": {"cli"},
 }

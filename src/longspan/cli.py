@@ -89,6 +89,15 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("--steps", type=int, default=5, help="optimizer steps to compare (5)")
     verify.set_defaults(verb=_verify)
 
+    drill = verbs.add_parser(
+        "drill", help="break a run on purpose, resume it, and see whether anything was lost"
+    )
+    _add_run_arguments(drill)
+    drill.add_argument("--nproc", type=int, default=2, metavar="N", help="processes (2)")
+    drill.add_argument("--faults", type=int, default=20, help="how often to break it (20)")
+    drill.add_argument("--seed", type=int, default=0, help="which faults, and when (0)")
+    drill.set_defaults(verb=_drill)
+
     generate = verbs.add_parser("generate", help="continue a prompt with a trained model")
     generate.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     generate.add_argument("--prompt", required=True)
@@ -272,6 +281,23 @@ def _train_in_processes(args: argparse.Namespace, run_dir: Path) -> None:
     code = run_processes(command, args.nproc, run_dir / "logs")
     if code != DONE:
         raise SystemExit(code)
+
+
+def _drill(args: argparse.Namespace) -> None:
+    from longspan.drill import drill
+
+    file, overrides = _split_items(args.items)
+    report = drill(
+        file,
+        overrides,
+        builtin="cpu" if file else _builtin_name(),
+        nproc=args.nproc,
+        faults=args.faults,
+        seed=args.seed,
+    )
+    print(json.dumps(report.as_dict()) if args.json else report)
+    if not report.is_fine:
+        raise SystemExit(FAILED)
 
 
 def _generate(args: argparse.Namespace) -> None:

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import main
-from longspan.launching.local import PARENT, run_processes
+from longspan.faults import PARENT
+from longspan.launching.local import run_processes
 
 WORKER = """
 import os, sys, time

@@ -27,6 +27,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longspan.errors import UserError, first_problem
+from longspan.faults import reach
 
 MANIFEST = "manifest.json"
 ASIDE = "bad-"
@@ -199,6 +200,7 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
 def remove(path: Path) -> None:
     going = path.with_name(f".{path.name}.removed")
     path.rename(going)
+    reach("pruning")
     shutil.rmtree(going)
 
 

@@ -79,12 +79,14 @@ class Checkpoint:
             if file not in self._opened:
                 self._opened[file] = safe_open(self.path / file, "pt")
             opened = self._opened[file]
+            held = opened.get_slice(name)
+            dtype, shape = held.get_dtype(), tuple(held.get_shape())
+            if (dtype, shape) != (self.manifest.tensors[name].dtype, stored.shape):
+                raise ValueError(f"{name} is {dtype} of shape {shape}, not as the manifest says")
             values: Tensor = (
-                opened.get_slice(name)[wanted.slices_of(stored)]
-                if stored.shape
-                else opened.get_tensor(name)
+                held[wanted.slices_of(stored)] if stored.shape else opened.get_tensor(name)
             )
-        except (OSError, SafetensorError) as error:
+        except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"cannot use the checkpoint {self.path}: {file}: {error}") from error
         return values
 

@@ -22,6 +22,7 @@ from longspan.checkpoint.format import (
     folder_of,
     remove,
 )
+from longspan.faults import reach
 from longspan.files import fsync, sha256_of
 
 
@@ -62,6 +63,7 @@ class Draft:
         for group, of_group in _by_group(parts).items():
             path = self.path / f"{group}-{rank:05d}.safetensors"
             values = {name: part.values.contiguous() for name, part in of_group.items()}
+            reach("writing")
             save_file(values, path)
             fsync(path)
             files[path.name] = sha256_of(path)
@@ -87,6 +89,7 @@ class Draft:
         (self.path / MANIFEST).write_text(manifest.to_text(), encoding="utf-8")
         fsync(self.path / MANIFEST)
         fsync(self.path)
+        reach("naming")
         target = folder_of(self.folder, self.step)
         if target.exists():
             remove(target)

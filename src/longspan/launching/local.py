@@ -20,14 +20,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
+from longspan.faults import PARENT
+
 GRACE_S = 5.0
 """How long the others may take to end once one has failed."""
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that the processes get as well: they save and stop."""
 
-PARENT, TRACEBACK = "LONGSPAN_PARENT", "LONGSPAN_TRACEBACK"
-"""Environment of a process started here: who started it, and where its traceback goes."""
+TRACEBACK = "LONGSPAN_TRACEBACK"
+"""Environment of a process started here, beside PARENT: where its traceback goes."""
 
 
 def run_processes(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from longspan.config import Run, derived_values
 from longspan.data import Baseline, Sample, Source, batch_of, count_targets, open_source
 from longspan.errors import Diverged, Stopped
+from longspan.faults import reach
 from longspan.models import count_parameters, new_decoder
 from longspan.parallel.pipeline import Pipelined
 from longspan.parallel.placement import Placement, placement
@@ -84,6 +85,7 @@ def _train(
     guard = Guard(run.train.spike, device)
     state = State(model, build_optimizer(model, run.train), scaler, placed, guard)
     trained_with = resume_key(run, source)
+    reach("start")
     saved = newest_good(run_dir / CHECKPOINTS, placed) if resume else None
     if saved:
         state.restore(saved, run, trained_with)
@@ -107,6 +109,7 @@ def _train(
         ended = state.step >= run.train.steps
         while not ended:
             loss, grad_norm = train_step(state, module, placed, run, source, device)
+            reach("step")
             meter.add(loss)
             stops, saves, *report = placed.any(*requests.look(), *saver.report())
             saver.proceed(*report)
@@ -249,6 +252,7 @@ def evaluate(
     """
     total = 0.0
     for start in range(0, len(samples), run.train.micro_batch):
+        reach("evaluation")
         if any(placed.any(requests.stop)):
             return None
         batch = batch_of(samples[start : start + run.train.micro_batch], device)

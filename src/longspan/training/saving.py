@@ -20,6 +20,7 @@ from torch import Tensor
 from longspan.checkpoint import Draft, Part, prune
 from longspan.config import Checkpoint
 from longspan.errors import Diverged, UserError
+from longspan.faults import reach
 from longspan.parallel.placement import Placement
 from longspan.training.state import State
 
@@ -57,6 +58,7 @@ class Saver:
             self._say(f"the checkpoint of step {self._draft.step} is still being written: waiting")
             self.finish()
         self._retry_at = None
+        reach("staging")
         parts = self._copied(state.parts())
         self._draft, self._state = Draft(self._folder, state.step), state.scalars(trained_with)
         self._thread = Thread(target=self._write, args=(self._draft, parts), daemon=True)

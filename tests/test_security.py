@@ -1,0 +1,191 @@
+"""Nothing a run reads can run code, and nothing it reads leads out of its folder."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longspan import checkpoint
+from longspan.checkpoint import Part
+from longspan.checkpoint.format import Manifest, _canonical
+from longspan.errors import UserError
+from longspan.runfile import load_run
+
+PACKAGE = Path(__file__).parents[1] / "src" / "longspan"
+CASES = int(os.environ.get("LONGSPAN_FUZZ_CASES", "500"))
+
+
+def dangerous(tree: ast.AST) -> list[str]:
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Import(names=names):
+                found += [a.name for a in names if a.name.split(".")[0] in MODULES]
+            case ast.ImportFrom(module=str(module)) if module.split(".")[0] in MODULES:
+                found.append(module)
+            case ast.Call(func=ast.Name(id=("eval" | "exec" | "compile" | "__import__") as name)):
+                found.append(name)
+            case ast.Attribute(value=ast.Name(id=owner), attr=name) if (owner, name) in CALLS:
+                found.append(f"{owner}.{name}")
+            case ast.keyword(arg="shell"):
+                found.append("shell=")
+            case ast.keyword(arg="weights_only" | "allow_pickle"):
+                found.append(str(node.arg))
+    return found
+
+
+MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve"}
+CALLS = {("torch", "load"), ("torch", "save"), ("yaml", "load"), ("yaml", "unsafe_load")}
+CALLS |= {("os", "system"), ("os", "popen"), ("dist", "gather_object"), ("np", "load")}
+
+
+def test_no_code_is_ever_read() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        assert dangerous(ast.parse(path.read_text())) == [], path
+
+
+def test_the_search_finds_what_it_should() -> None:
+    source = """
+import pickle, yaml
+from cloudpickle import loads
+torch.load(f); yaml.load(x); eval("1"); subprocess.run("ls", shell=True)
+"""
+    names = ["pickle", "cloudpickle", "torch.load", "yaml.load", "eval", "shell="]
+    assert sorted(dangerous(ast.parse(source))) == sorted(names)
+
+
+VALUES: list[Any] = [
+    None, True, -1, 0, 1, 2**63, 10**400, 1.5, float("nan"), "", "x", "../../etc/passwd", "/tmp/x",
+    "\x00", "ä" * 300, [], {}, [[]], {"a": None}, [0] * 1000, "model-00000.safetensors", "F32",
+]  # fmt: skip
+
+
+def mutated(value: Any, chance: random.Random) -> Any:
+    """Something of it replaced, removed, doubled or renamed."""
+    if isinstance(value, dict) and value and chance.random() < 0.9:
+        key = chance.choice(sorted(value))
+        changed = dict(value)
+        match chance.randrange(5):
+            case 0:
+                del changed[key]
+            case 1:
+                changed[str(chance.choice(VALUES))[:50]] = changed.pop(key)
+            case _:
+                changed[key] = mutated(changed[key], chance)
+        return changed
+    if isinstance(value, list) and value and chance.random() < 0.8:
+        index = chance.randrange(len(value))
+        part = [mutated(value[index], chance)]
+        return value[:index] + part * chance.randrange(3) + value[index + 1 :]
+    return chance.choice(VALUES)
+
+
+def everything_below(folder: Path) -> dict[str, bytes]:
+    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_manifest_made_to_harm_is_told_or_harmless(tmp_path: Path) -> None:
+    """Its checksum is right: an attacker can compute it."""
+    parts = {
+        "model/a": Part.whole(torch.arange(6.0).view(2, 3)),
+        "model/b": Part.whole(torch.zeros(4)),
+        "rng/cpu": Part.whole(torch.zeros(3)),
+    }
+    path = checkpoint.save(tmp_path / "run", 1, parts, {"samples": 1})
+    (tmp_path / "secret").write_text("not yours")
+    body = json.loads((path / "manifest.json").read_text())
+    del body["sha256"]
+    before, chance, told = everything_below(tmp_path), random.Random(0), 0
+    for _ in range(CASES):
+        changed = body
+        for _ in range(chance.randint(1, 3)):
+            changed = mutated(changed, chance)
+        text = json.dumps(changed)
+        if isinstance(changed, dict):
+            digest = hashlib.sha256(_canonical(changed)).hexdigest()
+            text = json.dumps({**changed, "sha256": digest}, indent=1) + "\n"
+        (path / "manifest.json").write_text(text)
+        try:
+            saved = checkpoint.open_checkpoint(path)
+            saved.check()
+            for group in ("model", "rng"):
+                for name in saved.shapes(group):
+                    saved.read(f"{group}/{name}")
+        except UserError:
+            told += 1
+    assert told > CASES // 2
+    (path / "manifest.json").write_bytes(before[str(path / "manifest.json")])
+    assert everything_below(tmp_path) == before
+
+
+def toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value) if isinstance(value, str) else repr(value)
+
+
+WORDS = [
+    "steps", "hidden", "heads", "kv_heads", "layers", "source", "context", "preset", "lr", "kind",
+    "segment_lengths", "dilation_rates", "block_size", "shard", "zero", "schedule", "precision",
+    "every", "keep", "seed", "optimizer", "remat", "nonsense", "ffn", "vocab", "global_batch",
+]  # fmt: skip
+SECTIONS = ["model", "attention", "data", "layout", "train", "checkpoint", "track", "engine", "x"]
+ODD: list[Any] = [
+    0, -1, 1, 3, 64, 2**40, 1.5, 1e300, True, "", "dense", "../x", "auto", "zbv", [], [0], [64, 1],
+]  # fmt: skip
+
+
+def test_a_run_file_of_nonsense_is_told(tmp_path: Path) -> None:
+    chance, file, told = random.Random(1), tmp_path / "run.toml", 0
+    for _ in range(CASES):
+        lines = []
+        for section in chance.sample(SECTIONS, chance.randint(1, 4)):
+            lines.append(f"[{section}]")
+            keys = chance.sample(WORDS, chance.randint(0, 4))
+            lines += [f"{key} = {toml(chance.choice(ODD))}" for key in keys]
+        if chance.random() < 0.1:
+            lines.insert(
+                chance.randrange(len(lines) + 1), chance.choice(["[", "= 3", "\x01", "a.b"])
+            )
+        file.write_text("\n".join(lines))
+        try:
+            load_run(file, world=chance.choice([None, 1, 2, 8]))
+        except UserError:
+            told += 1
+    assert CASES // 3 < told < CASES
+
+
+@pytest.mark.parametrize("kind", ["shape", "type", "name", "not safetensors"])
+def test_a_file_that_is_not_what_the_manifest_says_is_told(tmp_path: Path, kind: str) -> None:
+    from safetensors.torch import save_file
+
+    from longspan.files import sha256_of
+
+    path = checkpoint.save(tmp_path, 1, {"model/a": Part.whole(torch.zeros(2, 3))}, {})
+    file = path / "model-00000.safetensors"
+    match kind:
+        case "shape":
+            save_file({"model/a": torch.zeros(1, 3)}, file)
+        case "type":
+            save_file({"model/a": torch.zeros(2, 3, dtype=torch.int32)}, file)
+        case "name":
+            save_file({"model/b": torch.zeros(2, 3)}, file)
+        case _:
+            file.write_bytes(b"x" * 100)
+    body = json.loads((path / "manifest.json").read_text())
+    body["files"][file.name] = sha256_of(file)
+    del body["sha256"]
+    manifest = Manifest.model_validate_json(json.dumps(body))
+    (path / "manifest.json").write_text(manifest.to_text())
+    with pytest.raises(UserError, match="cannot use the checkpoint"):
+        checkpoint.load(path, "model")
