@@ -12,6 +12,10 @@ class UserError(ValueError):
     """The user's input is wrong. The message says what was expected, what came, what to change."""
 
 
+class Damaged(UserError):
+    """A checkpoint is not as it was written."""
+
+
 class Stopped(Exception):
     """The run was asked to stop and has saved a checkpoint."""
 

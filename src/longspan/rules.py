@@ -198,8 +198,12 @@ def _pipeline_problems(
             'backward pass of a function in Python apart: use "interleaved"'
         )
         problems.append(Problem("layout.schedule", message))
-    if layout.schedule == "zbv" and train.remat == "selective":
-        message = 'is "selective", whose choice schedule "zbv" would need twice: use "full"'
+    chooses = train.remat == "selective" or (train.remat == "full" and ranks["sequence"] > 1)
+    if layout.schedule == "zbv" and chooses:
+        message = (
+            f'is "{train.remat}", and what it keeps schedule "zbv" would need twice: use '
+            f'"{"none" if ranks["sequence"] > 1 else "full"}"'
+        )
         problems.append(Problem("train.remat", message))
     if layout.schedule == "zbv" and train.compile is True:
         message = 'has no part in schedule "zbv", which takes backward passes apart: use false'

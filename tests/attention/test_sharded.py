@@ -324,6 +324,39 @@ def test_the_cut_follows_the_bytes() -> None:
     assert not best_shards(PATTERNS["longnet"], 64, 4, Heads(8, 1)).is_paired
 
 
+def only_queries_learn(rank: int, world: int) -> Tensor:
+    """Ranks of which one can take kernels and the others cannot."""
+    shards = Shards((0, 16, 40, 64))
+    q, k, v = (x[:, shards.positions(rank)] for x in inputs(64, 2, 2)[:3])
+    group = torch.distributed.group.WORLD
+    out = attend_sharded(
+        q.requires_grad_(), k, v, Dilated((16, 32), (1, 2)), group=group, shards=shards
+    )
+    out.sum().backward()
+    assert q.grad is not None
+    return q.grad
+
+
+def test_keys_need_no_gradient(ranks: Ranks) -> None:
+    q, k, v, _ = inputs(64, 2, 2)
+    attend_oracle(q.requires_grad_(), k, v, Dilated((16, 32), (1, 2))).sum().backward()
+    found = torch.cat(ranks.run(only_queries_learn, 3, timeout=60), dim=1)
+    torch.testing.assert_close(found, q.grad, rtol=1e-9, atol=1e-9)
+
+
+def first_without_training(rank: int, world: int) -> None:
+    qkv = [torch.randn(1, 16, 3, 8) for _ in range(3)]
+    group = torch.distributed.group.WORLD
+    for pattern in PATTERNS.values():
+        with torch.inference_mode():
+            attend_sharded(*qkv, pattern, group=group)
+        attend_sharded(*(x.requires_grad_() for x in qkv), pattern, group=group).sum().backward()
+
+
+def test_what_was_planned_without_gradients_serves_with_them(ranks: Ranks) -> None:
+    ranks.run(first_without_training, 2)
+
+
 def refused_on_a_rank(rank: int, world: int) -> list[str]:
     q, k = torch.zeros(1, 16, 4, 8), torch.zeros(1, 16, 3, 8)
     documents = torch.zeros(1, 16, dtype=torch.int64)

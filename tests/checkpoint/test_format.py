@@ -161,7 +161,7 @@ def changed(manifest: dict[str, Any], kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("format", "Input should be 'longspan-checkpoint-2'"),
+        ("format", "it is of the format longspan-checkpoint-9, and this version reads"),
         ("outside", "String should match pattern"),
         ("another file", "model/a lies in a file that is not listed"),
         ("a path", "String should match pattern"),

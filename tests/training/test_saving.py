@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from longspan.checkpoint import writing
+from longspan.checkpoint import Part, open_checkpoint, remove_leftovers, save, writing
 from longspan.cli import main
 from longspan.errors import Stopped, UserError
 from longspan.parallel.world import World
 from longspan.training import train
+from longspan.training.stopping import Requests
 from tests.harness import Ranks
 from tests.parallel.test_placement import run_of
 
@@ -170,7 +172,7 @@ def test_without_a_whole_one_nothing_is_begun_anew(tmp_path: Path) -> None:
     train_here(tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         (path / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole; those set aside: bad-step"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole; 2 were set aside"):
         train_here(tmp_path / "run", resume=True)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     train_here(tmp_path / "run", resume=True)  # none at all: from the start
@@ -224,3 +226,92 @@ def test_checkpoints_are_listed_checked_and_removed(
     assert checkpoints(tmp_path / "run") == ["step-00000006"]
     assert main(["checkpoint", "verify", run_dir, "--json"]) == 0
     assert main(["checkpoint", "ls", str(tmp_path / "nothing")]) == 2
+
+
+def rank_that_cannot_read(rank: int, world: int, run_dir: str, kind: str) -> str:
+    from longspan.checkpoint import reading
+    from longspan.training import state
+
+    def fail(path: Path) -> str:
+        raise OSError(5, "Input/output error")
+
+    def stay(path: Path) -> Path:
+        raise OSError(30, "Read-only file system")
+
+    real = reading.sha256_of, state.set_aside
+    if kind == "read" and rank == 1:
+        reading.sha256_of = fail
+    if kind == "aside":
+        state.set_aside = stay
+    run = run_of(world, *SHORT, EVERY, "layout.zero=3")
+    try:
+        with pytest.raises(UserError) as caught:
+            train(run, Path(run_dir), resume=True, world=World(rank, world, rank))
+    finally:
+        reading.sha256_of, state.set_aside = real
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["read", "aside", "all bad", "another version"])
+def test_what_may_pass_ends_all_ranks_and_nothing_is_set_aside(
+    ranks: Ranks, tmp_path: Path, kind: str
+) -> None:
+    train_here(tmp_path / "run")
+    before = checkpoints(tmp_path / "run")
+    for path in (tmp_path / "run" / "checkpoints").iterdir():
+        manifest = path / "manifest.json"
+        if kind in ("aside", "all bad"):
+            manifest.unlink()
+        if kind == "another version":
+            manifest.write_text(manifest.read_text().replace("checkpoint-2", "checkpoint-3"))
+    said = ranks.run(rank_that_cannot_read, 2, str(tmp_path / "run"), kind, timeout=60)
+    expected = {
+        "read": ("another rank could not read", "Input/output error"),
+        "aside": ("Read-only file system", "cannot use the checkpoint"),
+        "all bad": ("is whole; 2 were set aside",) * 2,
+        "another version": ("it is of the format longspan-checkpoint-3",) * 2,
+    }
+    assert all(part in text for part, text in zip(expected[kind], said, strict=True))
+    after = checkpoints(tmp_path / "run")
+    assert after == ([f"bad-{name}" for name in before] if kind == "all bad" else before)
+
+
+def test_a_checkpoint_under_another_s_name_is_none(tmp_path: Path) -> None:
+    train_here(tmp_path / "run")
+    folder = tmp_path / "run" / "checkpoints"
+    shutil.copytree(folder / "step-00000004", folder / "step-00000100")
+    shutil.copytree(folder / "step-00000004", folder / "step-000000005")
+    train_here(tmp_path / "run", "train.steps=8", resume=True)
+    names = ["bad-step-00000100", "step-000000005", "step-00000006", "step-00000008"]
+    assert checkpoints(tmp_path / "run") == names
+
+
+def test_an_old_one_that_cannot_be_removed_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(13, "Permission denied")
+
+    monkeypatch.setattr("longspan.training.saving.prune", fail)
+    train_here(tmp_path / "run")
+    assert "an old checkpoint could not be removed: [Errno 13]" in capfd.readouterr().err
+    assert checkpoints(tmp_path / "run")[-1] == "step-00000006"
+
+
+def test_a_request_that_cannot_be_removed_counts_once(tmp_path: Path) -> None:
+    (tmp_path / "SAVE").mkdir()
+    with Requests(tmp_path) as requests:
+        assert requests.look() == (False, True)
+        assert requests.look() == (False, False)
+
+
+def test_a_kill_while_one_is_replaced_loses_neither(tmp_path: Path) -> None:
+    parts = {"model/a": Part.whole(torch.zeros(3))}
+    path = save(tmp_path, 5, parts, {})
+    path.rename(tmp_path / ".step-00000005.replaced")  # killed here
+    (tmp_path / ".step-00000005.tmp").mkdir()
+    remove_leftovers(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
+    save(tmp_path, 5, parts, {"again": 1})
+    assert open_checkpoint(path).state == {"again": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]

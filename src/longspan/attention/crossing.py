@@ -65,6 +65,7 @@ class Parts:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def parts_of(
     pattern: Dilated, shards: Shards, rank: int, heads: Heads, device: torch.device
 ) -> Parts | None:
@@ -162,9 +163,14 @@ class _AttendInParts(torch.autograd.Function):
             of_rows = torch.stack(shares).permute(2, 3, 0, 1, 4).flatten(0, 1)
             # A row gets a share from each head and branch.
             grad_rows.index_add_(0, crossing.keys.flatten(), of_rows.to(grad_rows.dtype))
-        under_way = return_gradients(grad_rows.to(q.dtype), plan, ctx.group)
+        is_wanted = any(ctx.needs_input_grad[1:3])  # as in `exchange.fetch`: else none travels
+        under_way = grad_rows.to(q.dtype)
+        if is_wanted:
+            under_way = return_gradients(under_way, plan, ctx.group)
         local_q, *local = branch_gradients(grad, q, k, v, out, lse, *ctx.branches)
         whole_q = parts.replaced(local_q, parts.rows(local_q) + grad_q)
+        if not is_wanted:
+            return whole_q, *[None] * 7
         returned = arrived(under_way)
         of_keys = (with_returned(x, returned[:, i], plan) for i, x in enumerate(local))
         return whole_q, *of_keys, *[None] * 5

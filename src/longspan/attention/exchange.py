@@ -22,7 +22,8 @@ from longspan.attention.pattern import Dense, Dilated, Pattern
 from longspan.attention.shards import Heads, Shards
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=2048)
+@torch.inference_mode(False)  # what is kept may be used in training later
 def outer_rows(
     pattern: Pattern, shards: Shards, rank: int, heads: Heads, is_causal: bool
 ) -> tuple[Tensor, ...]:
@@ -85,6 +86,7 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
+@torch.inference_mode(False)
 def plan_of(
     pattern: Pattern,
     shards: Shards,

@@ -36,6 +36,7 @@ class Way:
     reason: str
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def attend_sharded(
     q: Tensor,
     k: Tensor,

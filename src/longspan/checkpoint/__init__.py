@@ -7,6 +7,7 @@ from longspan.checkpoint.format import (
     latest,
     prune,
     set_aside,
+    step_of,
 )
 from longspan.checkpoint.reading import Checkpoint, load, open_checkpoint
 from longspan.checkpoint.writing import Draft, Part, remove_leftovers, save
@@ -25,4 +26,5 @@ __all__ = [
     "remove_leftovers",
     "save",
     "set_aside",
+    "step_of",
 ]

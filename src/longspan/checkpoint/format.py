@@ -26,11 +26,12 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from longspan.errors import UserError, first_problem
+from longspan.errors import Damaged, UserError, first_problem
 from longspan.faults import reach
 
 MANIFEST = "manifest.json"
 ASIDE = "bad-"
+FORMAT: Literal["longspan-checkpoint-2"] = "longspan-checkpoint-2"
 MOST_CELLS = 1 << 20
 """Ranks split a tensor along one or two dimensions, so that even thousands make few cells."""
 
@@ -82,7 +83,7 @@ class Entry(_Strict):
 
     dtype: str
     shape: tuple[Size, ...]
-    boxes: tuple[Stored, ...]
+    boxes: Annotated[tuple[Stored, ...], Field(max_length=1 << 16)]
 
     @model_validator(mode="after")
     def _is_covered_once(self) -> Entry:
@@ -120,7 +121,7 @@ def _overlap(boxes: list[Stored], dimensions: int) -> bool:
 
 
 class Manifest(_Strict):
-    format: Literal["longspan-checkpoint-2"] = "longspan-checkpoint-2"
+    format: Literal["longspan-checkpoint-2"] = FORMAT
     step: Size
     state: dict[str, Any]
     files: dict[FileName, Digest]
@@ -148,6 +149,9 @@ class Manifest(_Strict):
             raise ValueError("not a manifest") from error
         if not isinstance(body, dict):
             raise ValueError(f"expected an object, got {type(body).__name__}")
+        other = re.fullmatch(r"longspan-checkpoint-[0-9]+", str(body.get("format")))
+        if other and body["format"] != FORMAT:
+            raise UserError(f"it is of the format {other[0]}, and this version reads {FORMAT}")
         own = body.pop("sha256", None)
         manifest = Manifest.model_validate_json(json.dumps(body))
         if own != hashlib.sha256(_canonical(body)).hexdigest():
@@ -162,23 +166,43 @@ def _canonical(body: dict[str, Any]) -> bytes:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Of the checkpoint in the folder `path`."""
+    """Of the checkpoint in the folder `path`.
+
+    Damaged where it is not as we write it; UserError where it cannot be read now, or by us.
+    """
     try:
-        return Manifest.of_text((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = Manifest.of_text((path / MANIFEST).read_text(encoding="utf-8"))
+        step = step_of(path)
+        if step is not None and step != manifest.step:
+            raise ValueError(f"it is of step {manifest.step}, not of the step in its name")
     except (OSError, ValueError) as error:
         reason = first_problem(error) if isinstance(error, ValidationError) else error
-        raise UserError(f"cannot use the checkpoint {path}: {reason}") from error
+        is_passing = isinstance(error, UserError | OSError) and not is_missing(error)
+        kind = UserError if is_passing else Damaged
+        raise kind(f"cannot use the checkpoint {path}: {reason}") from error
+    return manifest
+
+
+def is_missing(error: Exception) -> bool:
+    """Whether a file is not there or no file, rather than not to be read just now."""
+    return isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError)
 
 
 def folder_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def step_of(path: Path) -> int | None:
+    """The step in a checkpoint's name; None where it is not the name of one."""
+    match = re.fullmatch(r"step-([0-9]{8,})", path.name)
+    is_ours = match and folder_of(path.parent, int(match[1])).name == path.name
+    return int(match[1]) if match and is_ours else None
+
+
 def all_in(folder: Path) -> list[Path]:
     """Checkpoints by step; a folder of another name, such as a copy put aside, is none."""
-    found = ((re.fullmatch(r"step-(\d{8,})", path.name), path) for path in folder.glob("step-*"))
-    by_step = [(int(match[1]), path) for match, path in found if match and path.is_dir()]
-    return [path for _, path in sorted(by_step)]
+    found = ((step_of(path), path) for path in folder.glob("step-*") if path.is_dir())
+    return [path for _, path in sorted((step, path) for step, path in found if step is not None)]
 
 
 def latest(folder: Path) -> Path | None:
@@ -192,12 +216,15 @@ def prune(folder: Path, keep: int, keep_every: int = 0) -> None:
     The name goes first, so that a removal cut short leaves nothing that looks whole.
     """
     for path in all_in(folder)[:-keep]:
-        if keep_every and int(path.name.removeprefix("step-")) % keep_every == 0:
+        if keep_every and (step_of(path) or 0) % keep_every == 0:
             continue
         remove(path)
 
 
 def remove(path: Path) -> None:
+    if path.is_symlink():  # what it leads to is not ours
+        path.unlink()
+        return
     going = path.with_name(f".{path.name}.removed")
     path.rename(going)
     reach("pruning")

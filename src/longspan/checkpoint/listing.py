@@ -25,12 +25,12 @@ def listed(folder: Path, *, checked: bool) -> list[Listed]:
     """All of a run's, oldest first, those set aside last; `checked` reads every byte."""
     if not folder.is_dir():
         raise UserError(f"{folder} is not there: expected the folder of a run")
-    aside = sorted(folder.glob(f"{ASIDE}step-*"))
+    aside = sorted(path for path in folder.glob(f"{ASIDE}step-*") if path.is_dir())
     return [_listed(path, checked=checked) for path in [*all_in(folder), *aside]]
 
 
 def _listed(path: Path, *, checked: bool) -> Listed:
-    size = sum(file.stat().st_size for file in path.iterdir())
+    size = sum(file.lstat().st_size for file in path.iterdir())
     try:
         saved = open_checkpoint(path)
         if checked:
@@ -53,5 +53,5 @@ def remove_steps(folder: Path, steps: list[int]) -> None:
             f"step {whole[-1]} would be the last whole checkpoint to go: leave one, or remove the "
             "run's folder"
         )
-    for step in steps:
+    for step in sorted(set(steps)):
         remove(folder_of(folder, step))

@@ -20,7 +20,6 @@ from longspan.checkpoint.format import (
     Manifest,
     Stored,
     folder_of,
-    remove,
 )
 from longspan.faults import reach
 from longspan.files import fsync, sha256_of
@@ -42,6 +41,9 @@ class Part:
 
 Parts = Mapping[str, Part]
 """By "group/name": a file per group and rank."""
+
+
+REPLACED = ".replaced"
 
 
 class Draft:
@@ -91,10 +93,12 @@ class Draft:
         fsync(self.path)
         reach("naming")
         target = folder_of(self.folder, self.step)
+        old = self.folder / f".{target.name}{REPLACED}"
         if target.exists():
-            remove(target)
+            target.rename(old)
         self.path.rename(target)
         fsync(self.folder)
+        shutil.rmtree(old, ignore_errors=True)
         return target
 
     def drop(self) -> None:
@@ -114,7 +118,16 @@ def save(folder: Path, step: int, parts: Parts, state: dict[str, Any]) -> Path:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Of a process that was killed while it saved or removed one."""
+    """Of a process that was killed while it saved or removed one.
+
+    One that was to be replaced, and whose successor had no name yet, gets its own back.
+    """
+    for old in folder.glob(f".step-*{REPLACED}"):
+        target = folder / old.name.removeprefix(".").removesuffix(REPLACED)
+        if target.exists():
+            shutil.rmtree(old, ignore_errors=True)
+        else:
+            old.rename(target)
     for pattern in (".step-*.tmp", ".step-*.removed"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch
 import torch.distributed as dist
 
 from longspan.attention import Heads, Shards, attend_sharded, best_shards, pattern_of
@@ -26,6 +25,4 @@ def split_by_sequence(model: Decoder, group: dist.ProcessGroup, shards: Shards) 
     model.positions = shards.positions(dist.get_rank(group))
     for module in model.modules():
         if isinstance(module, SelfAttention):
-            # What torch.compile makes of a block ends before it and begins after it.
-            call = partial(attend_sharded, group=group, shards=shards)
-            module.attend = torch.compiler.disable(call)  # type: ignore[no-untyped-call]
+            module.attend = partial(attend_sharded, group=group, shards=shards)

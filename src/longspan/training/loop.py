@@ -129,6 +129,7 @@ def _train(
                     ended = False
                     continue
                 if ended and line["loss"] is None:
+                    saver.finish()
                     raise Diverged(f"the loss is no number at step {state.step}: lower train.lr")
             with meter.paused():
                 if saves:

@@ -95,7 +95,7 @@ def load_moment(
 
 def _fill(own: Any, exact: Tensor) -> None:
     """Put values into a tensor of eight bits, or of 32, so that values which were eight bits before
-    get the same ones again.
+    get the same codes again, and their scales to within rounding.
 
     torchao would scale a block by its largest magnitude. But the codes reach from −0.993 to 1: a
     block whose largest is negative would shrink each time.

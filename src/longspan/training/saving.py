@@ -8,6 +8,7 @@ one gives the checkpoint its name. Threads exchange no messages.
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +25,7 @@ from longspan.faults import reach
 from longspan.parallel.placement import Placement
 from longspan.training.state import State
 
+WAIT_S = 0.1
 RETRY_STEPS = 10
 """After a save that failed, the steps to the next attempt."""
 
@@ -52,13 +54,15 @@ class Saver:
     def begin(self, state: State, trained_with: dict[str, Any]) -> None:
         """Copy what this rank has, and let a thread write it. Every rank must call it."""
         began = time.monotonic()
-        if any(self._placed.any(not state.is_finite())):
-            raise Diverged(f"weights are not finite after step {state.step}: lower train.lr")
         if self._draft is not None:
             self._say(f"the checkpoint of step {self._draft.step} is still being written: waiting")
             self.finish()
+        if any(self._placed.any(not state.is_finite())):
+            raise Diverged(f"weights are not finite after step {state.step}: lower train.lr")
         self._retry_at = None
         reach("staging")
+        if self._thread is not None:  # which removes an old one
+            self._thread.join()
         parts = self._copied(state.parts())
         self._draft, self._state = Draft(self._folder, state.step), state.scalars(trained_with)
         self._thread = Thread(target=self._write, args=(self._draft, parts), daemon=True)
@@ -69,7 +73,8 @@ class Saver:
 
     def report(self) -> tuple[bool, bool]:
         """Whether this rank is still writing, and whether it has failed."""
-        return self._thread is not None and self._thread.is_alive(), self._error is not None
+        thread = self._thread if self._draft is not None else None
+        return thread is not None and thread.is_alive(), self._error is not None
 
     def proceed(self, is_writing: bool, has_failed: bool) -> None:
         """Take up what all ranks have reported: name the checkpoint, or give it up."""
@@ -78,13 +83,16 @@ class Saver:
         draft, error, self._draft, self._error = self._draft, self._error, None, None
         assert self._thread is not None
         self._thread.join()
+        self._thread = None
         if not has_failed and self._placed.world.is_main:
             try:
                 draft.commit(self._state, self._placed.world.size)
-                prune(self._folder, self._settings.keep, self._settings.keep_every)
-            except OSError as problem:
+            except Exception as problem:  # noqa: BLE001  all ranks must hear of it
                 error, has_failed = problem, True
         (has_failed,) = self._placed.any(has_failed)
+        if not has_failed and self._placed.world.is_main:
+            self._thread = Thread(target=self._prune, daemon=True)
+            self._thread.start()
         if has_failed:
             self._retry_at = draft.step + RETRY_STEPS
             reason = error or "another rank could not write, see its log"
@@ -93,14 +101,16 @@ class Saver:
                 draft.drop()
 
     def finish(self) -> None:
-        """Wait for a save under way, on all ranks."""
-        if self._thread is not None:
-            self._thread.join()
-        self.proceed(*self._placed.any(*self.report()))
+        """Wait for a save under way, on all ranks: none waits in silence for another's disk."""
+        while (report := self._placed.any(*self.report()))[0]:
+            time.sleep(WAIT_S)
+        self.proceed(*report)
 
     def finish_all(self) -> None:
         """At the end of a run: what cannot be written now is lost."""
         self.finish()
+        if self._thread is not None:
+            self._thread.join()
         if self._retry_at is not None:
             raise UserError(
                 f"the last checkpoint could not be written to {self._folder}: free or mend the "
@@ -123,7 +133,15 @@ class Saver:
         return copies
 
     def _write(self, draft: Draft, parts: dict[str, Part]) -> None:
+        rank = self._placed.world.rank
         try:
-            draft.write(parts, self._placed.world.rank)
+            draft.write(parts, rank)
         except Exception as error:  # noqa: BLE001  whatever it is, the training must hear of it
             self._error = error
+            print(f"rank {rank} could not write step {draft.step}: {error}", file=sys.stderr)
+
+    def _prune(self) -> None:
+        try:
+            prune(self._folder, self._settings.keep, self._settings.keep_every)
+        except OSError as error:
+            self._say(f"an old checkpoint could not be removed: {error}")

@@ -21,10 +21,11 @@ from longspan.checkpoint import (
     latest,
     open_checkpoint,
     set_aside,
+    step_of,
 )
 from longspan.config import Run
 from longspan.data import Source
-from longspan.errors import Diverged, UserError, first_problem
+from longspan.errors import Damaged, Diverged, UserError, first_problem
 from longspan.models import Decoder, build_decoder, new_decoder
 from longspan.parallel.placement import Placement, local, offset_of
 from longspan.runfile import ONE_PROCESS, load_run, saved_run_file
@@ -133,6 +134,7 @@ class State:
             self.scaler.load_state_dict(scalars.scaler)
         _set_rng({name: saved.read(f"rng/{name}") for name in saved.shapes("rng")})
         self.guard.set_usual(scalars.usual)
+        saved.close()
         self.step, self.samples = saved.step, scalars.samples
         self.skips = [(a, b) for a, b in scalars.skips]
 
@@ -167,6 +169,8 @@ class State:
             of_parameter.setdefault(name, {})[key] = shape
         for name, parameter in self.placed.named_parameters(self.model):
             for key, shape in of_parameter.get(name, {}).items():
+                if shape not in ((), tuple(parameter.shape)):
+                    raise UserError(f"{saved.path} holds {name}.{key} of shape {shape}")
                 box = _box(parameter) if shape else None  # a step counter is one number
                 value = saved.read(f"optimizer/{name}.{key}", box)
                 load_moment(self.optimizer, parameter, key, value)
@@ -184,30 +188,37 @@ def _part(x: Tensor) -> Part:
 def newest_good(folder: Path, placed: Placement) -> Checkpoint | None:
     """The newest checkpoint of which no byte has changed, or None where there is none at all.
 
-    The ranks share the checking. A damaged one is set aside, and the one before it is tried.
+    The ranks share the checking. A damaged one is set aside, and the one before it is tried; one
+    that cannot be read, on whatever rank, ends it on all of them and stays where it is.
     """
-    world, aside = placed.world, list[str]()
+    world, aside = placed.world, 0
     while True:
         newest = latest(folder) if world.is_main else None
-        (step,) = placed.most(-1 if newest is None else int(newest.name.removeprefix("step-")))
+        (step,) = placed.most(-1 if newest is None else step_of(newest) or 0)
         if step < 0 and aside:
-            raise UserError(
-                f"no checkpoint in {folder} is whole; those set aside: {', '.join(aside)}"
-            )
+            raise UserError(f"no checkpoint in {folder} is whole; {aside} were set aside")
         if step < 0:
             return None
-        path, problem = folder_of(folder, step), None
+        path, problem, kind = folder_of(folder, step), None, 0
         try:
             saved = open_checkpoint(path)
             saved.check(saved.files[world.rank :: world.size])
         except UserError as error:
-            problem = error
-            print(f"longspan: {error}; it is set aside", file=sys.stderr)
-        if not any(placed.any(problem is not None)):
+            problem, kind = error, 1 if isinstance(error, Damaged) else 2
+        (worst,) = placed.most(kind)
+        if worst == 0:
             return saved
-        if world.is_main:
-            aside.append(set_aside(path).name)
-        placed.most(0)  # none looks for the next one before this one has gone
+        if worst == 1 and world.is_main:
+            try:
+                set_aside(path)
+            except OSError as error:
+                problem, worst = UserError(f"cannot set aside {path}: {error}"), 2
+        (worst,) = placed.most(worst)
+        if worst == 2:
+            raise problem or UserError(f"another rank could not read {path}")
+        if problem is not None:
+            print(f"longspan: {problem}; it is set aside", file=sys.stderr)
+        aside += 1
 
 
 def load_weights(

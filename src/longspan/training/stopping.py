@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -21,6 +22,7 @@ class Requests:
     def __init__(self, folder: Path | None) -> None:
         self.stop = False
         self._folder = folder
+        self._taken: set[str] = set()
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Requests:
@@ -37,9 +39,13 @@ class Requests:
         return self.stop, self._take("SAVE")
 
     def _take(self, name: str) -> bool:
-        if self._folder is None or not (self._folder / name).exists():
+        if self._folder is None or name in self._taken or not (self._folder / name).exists():
             return False
-        (self._folder / name).unlink(missing_ok=True)
+        try:
+            (self._folder / name).unlink(missing_ok=True)
+        except OSError as error:  # then it counts once
+            self._taken.add(name)
+            print(f"longspan: cannot remove {self._folder / name}: {error}", file=sys.stderr)
         return True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
