@@ -199,3 +199,16 @@ def test_a_schedule_that_torch_is_too_old_for_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setattr("longspan.rules.version", lambda _: "2.11.0+cu130")
     with pytest.raises(UserError, match=r"needs torch 2\.13"):
         load_run(None, [*overrides, "model.layers=4"], world=2)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world", "remat", "advice"),
+    [("layout.shard=1", 2, "selective", '"full"'), ("layout.sequence=2", 4, "full", '"none"')],
+)
+def test_what_keeps_some_activations_is_refused_with_zbv(
+    layout: str, world: int, remat: str, advice: str
+) -> None:
+    overrides = ["layout.pipeline=2", "layout.schedule=zbv", "train.global_batch=2", layout]
+    overrides += ["model.layers=4", "layout.zero=2", f"train.remat={remat}"]
+    with pytest.raises(UserError, match=f"would need twice: use {advice}"):
+        load_run(None, overrides, world=world)
