@@ -154,6 +154,12 @@ def _parser() -> argparse.ArgumentParser:
     exchange.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     exchange.set_defaults(verb=_bench_exchange)
 
+    export = verbs.add_parser("export", help="write a run's weights as a Hugging Face folder")
+    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    export.add_argument("out", type=Path, metavar="OUT", help="a folder that is not there yet")
+    export.add_argument("--step", type=int, help="of this checkpoint (the newest)")
+    export.set_defaults(verb=_export)
+
     kept = verbs.add_parser("checkpoint", help="list, check or remove the checkpoints of a run")
     kept_verbs = kept.add_subparsers(required=True, metavar="ls|verify|rm")
     for name, help_text, checked in (
@@ -364,6 +370,12 @@ def _bench_exchange(args: argparse.Namespace) -> None:
     from longspan.benchmarks.exchange import bench_exchange
 
     bench_exchange(args.ranks, args.json)
+
+
+def _export(args: argparse.Namespace) -> None:
+    from longspan.training.huggingface import export
+
+    print(export(args.run_dir, args.out, step=args.step))
 
 
 def _checkpoint_list(args: argparse.Namespace) -> None:

@@ -168,6 +168,8 @@ class Layout(Section):
 class Train(Section):
     steps: Positive = 200
     """Optimizer steps in all."""
+    initial: str = ""
+    """A Hugging Face folder of a Llama whose weights a new run begins with; else they are drawn."""
     micro_batch: Positive = 1
     """Sequences per forward pass."""
     global_batch: Positive = 1

@@ -26,6 +26,7 @@ from longspan.training.device import autocast, choose_device, resolve
 from longspan.training.folder import CHECKPOINTS, check_run_folder, open_run_folder
 from longspan.training.generation import Predictor, complete, encode_prompt
 from longspan.training.guard import Guard
+from longspan.training.huggingface import load_initial
 from longspan.training.meter import Meter
 from longspan.training.optimizer import build_optimizer, set_learning_rate, take_step
 from longspan.training.saving import Saver
@@ -89,6 +90,8 @@ def _train(
     saved = newest_good(run_dir / CHECKPOINTS, placed) if resume else None
     if saved:
         state.restore(saved, run, trained_with)
+    elif run.train.initial:
+        load_initial(Path(run.train.initial), run, placed.named_parameters(model))
 
     if is_main:
         open_run_folder(run, run_dir, device, source)
