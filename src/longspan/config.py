@@ -208,6 +208,8 @@ class Train(Section):
     their samples out."""
     rollbacks: Whole = 3
     """How often it may do that."""
+    hang_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds without progress after which a rank says where all are, and ends the run."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run: "auto" is a CUDA GPU where there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

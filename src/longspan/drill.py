@@ -31,6 +31,7 @@ from longspan.runfile import load_run
 POINTS = ("step", "staging", "writing", "naming", "pruning", "evaluation", "start")
 DAMAGES = ("flip a byte", "cut a file short", "remove a file", "remove the manifest")
 TIMEOUT_S = 600.0
+HANG_S = 30.0
 ON_MAIN_ALONE = ("naming", "pruning")
 
 
@@ -53,6 +54,7 @@ class Fault:
             "kill": f"kill rank {self.rank}",
             "orphan": "kill the launcher",
             "terminate": "SIGTERM",
+            "stop": f"rank {self.rank} hangs",
             "full": f"disk full on rank {self.rank}",
         }[self.action]
         return f"{whom}, {self.point}" + (f"; {self.damage}" if self.damage else "")
@@ -112,7 +114,7 @@ def drill(
     """Break the run `faults` times on `nproc` processes of this machine."""
     if faults < 1 or nproc < 1:
         raise UserError(f"--faults and --nproc must be at least 1, got {faults} and {nproc}")
-    fixed = ["track.log_every=1", "track.prompt="]
+    fixed = ["track.log_every=1", "track.prompt=", f"train.hang_s={HANG_S}"]
     run = load_run(file, [*overrides, *fixed], builtin=builtin, world=nproc)
     if run.checkpoint.every < 2 or run.train.steps < 2 * run.checkpoint.every:
         raise UserError(
@@ -151,7 +153,8 @@ class _Drill:
         point = chance.choice(POINTS)
         action = "kill"
         if point == "step":
-            action = chance.choice(("kill", "kill", "orphan", "terminate"))
+            stop = ("stop",) if self._nproc > 1 else ()  # alone, nobody is left to notice
+            action = chance.choice(("kill", "kill", "orphan", "terminate", *stop))
         elif point in ("writing", "naming"):
             action = chance.choice(("kill", "full"))
         rank = 0 if point in ON_MAIN_ALONE else chance.randrange(self._nproc)
@@ -171,7 +174,7 @@ class _Drill:
         self._until(lambda: not _alive(process.pid))
         ended, at = time.time(), self._last_step()
         began = float(self._log.read_text()) if self._log.exists() else None
-        expected = {"kill": 1, "orphan": -9, "terminate": 3}.get(fault.action)
+        expected = {"kill": 1, "orphan": -9, "terminate": 3, "stop": 1}.get(fault.action)
         if began is not None and code not in (expected, None):
             self._wrong.append(f"{fault}: exit code {code}, expected {expected}")
         if began is None and code != 0:

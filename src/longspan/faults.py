@@ -1,14 +1,14 @@
-"""Points of a run at which it can be broken on purpose, for drills.
+"""Points of a run: to be watched, and to be broken at on purpose, for drills.
 
 LONGSPAN_FAULT=ACTION@POINT:RANK:N breaks it the N-th time that a rank reaches a point:
 
 - kill: the process is gone, as by SIGKILL
 - orphan: the process that started all ranks is gone
 - terminate: that process gets SIGTERM, as from a scheduler
+- stop: the process stands still, as by SIGSTOP
 - full: the disk is full, at this point and from then on for a while
 
-LONGSPAN_FAULT_LOG names a file to which the moment is written. Without the variable nothing here
-does anything.
+LONGSPAN_FAULT_LOG names a file to which the moment is written.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import signal
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 FAULT, LOG = "LONGSPAN_FAULT", "LONGSPAN_FAULT_LOG"
@@ -24,10 +25,19 @@ PARENT = "LONGSPAN_PARENT"
 """Set by the launcher of several processes: its own number."""
 
 _reached: Counter[str] = Counter()
+_listener: Callable[[str], None] | None = None
+
+
+def listen(listener: Callable[[str], None] | None) -> None:
+    """Let `listener` hear of every point that this process comes to."""
+    global _listener
+    _listener = listener
 
 
 def reach(point: str) -> None:
     """Say that this process has come to `point`."""
+    if _listener is not None:
+        _listener(point)
     wanted = os.environ.get(FAULT)
     if wanted is None:
         return
@@ -48,6 +58,8 @@ def _act(action: str) -> None:
     match action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
         case "orphan":
             os.kill(launcher, signal.SIGKILL)
         case "terminate":

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import main
-from longspan.faults import PARENT
+from longspan.faults import FAULT, LOG, PARENT
 from longspan.launching.local import run_processes
 
 WORKER = """
@@ -188,3 +188,18 @@ def test_a_broken_environment_is_told(
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert main(["train", *SMALL]) == 2
     assert "sets WORLD_SIZE to 'two'; expected a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("action", "point"), [("stop", "data"), ("stop", "gradient norm")])
+def test_a_hang_ends_and_names_the_rank(tmp_path: Path, action: str, point: str) -> None:
+    """Rank 1 stands still; rank 0, which waits for it, says so."""
+    command = [sys.executable, "-m", "longspan", "train", *SMALL, "--nproc", "2", "train.hang_s=8"]
+    environment = {**os.environ, FAULT: f"{action}@{point}:1:4", LOG: str(tmp_path / "fault")}
+    done = subprocess.run(
+        [*command, "train.steps=1000000", "--run-dir", str(tmp_path / "run")],
+        env=environment, capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    where = f"furthest behind is rank 1 at {point} (the 4. step since the start)"
+    assert f"nothing has moved on rank 0 for 8 s; {where}" in done.stderr
+    assert "in train_step" in done.stderr  # what rank 0 is doing

@@ -318,15 +318,20 @@ def like(whole: Tensor, placed: Tensor) -> Tensor:
 
 
 @contextmanager
-def placement(layout: Layout, world: World, device: torch.device) -> Iterator[Placement]:
-    """Join the other processes, for as long as this is entered."""
+def placement(
+    layout: Layout, world: World, device: torch.device, hang_s: float = 600.0
+) -> Iterator[Placement]:
+    """Join the other processes, for as long as this is entered.
+
+    torch gives up on a message that does not come a minute after the run itself would.
+    """
     if world.size == 1:
         yield Placement(layout, world, None)
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     joined = dist.is_initialized()
     if not joined:
-        dist.init_process_group(backend, timeout=timedelta(minutes=10))
+        dist.init_process_group(backend, timeout=timedelta(seconds=hang_s + 60))
     ranks = layout.resolve(world.size)
     shared = {**ranks, "shard": ranks["shard"] * ranks["sequence"]}
     sizes = tuple(shared[name] for name in MESH_AXES)

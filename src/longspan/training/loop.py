@@ -33,6 +33,7 @@ from longspan.training.saving import Saver
 from longspan.training.schedule import learning_rate
 from longspan.training.state import State, newest_good, resume_key
 from longspan.training.stopping import Requests
+from longspan.training.watchdog import Watchdog
 
 SAMPLE_TOKENS = 300
 
@@ -64,7 +65,7 @@ def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None 
     if world.is_main:
         check_run_folder(run_dir, resume=resume)
     device = choose_device(run, world.local_rank)
-    with placement(run.layout, world, device) as placed:
+    with placement(run.layout, world, device, run.train.hang_s) as placed:
         return _train(resolve(run, device), run_dir, device, placed, resume=resume)
 
 
@@ -99,6 +100,7 @@ def _train(
     metrics_file = run_dir / "metrics.jsonl" if is_main else None
     with (
         Requests(run_dir if is_main else None) as requests,
+        Watchdog(run_dir, placed.world.rank, run.train.hang_s),
         MetricsFile(metrics_file, step=state.step) as metrics,
         Reporter(steps=run.train.steps, done=state.step, silent=not is_main) as reporter,
     ):
@@ -182,10 +184,12 @@ def train_step(
     cut into micro-batches, and those spread over ranks, does not enter.
     """
     train = run.train
+    reach("data")
     indices = state.next_samples(train.global_batch)
     tokens_with_loss = max(1, sum(source.targets_in(train.seed, index) for index in indices))
     set_learning_rate(state.optimizer, learning_rate(train, state.step))
     samples = [source.sample(train.seed, index) for index in placed.own(indices)]
+    reach("backward")
     # The ranks' gradients are averaged and should be summed.
     scale = torch.tensor(placed.averaged_ranks / tokens_with_loss, device=device)
     if isinstance(module, Pipelined):
@@ -198,6 +202,7 @@ def train_step(
     total /= placed.averaged_ranks
     placed.sum(total)
     state.scaler.unscale_(state.optimizer)
+    reach("gradient norm")
     grad_norm = placed.clip_gradients(state.model, train.clip or math.inf)
     scales = state.scaler.is_enabled()
     is_bad = state.guard.judge(total, grad_norm, overflows=scales)

@@ -103,6 +103,7 @@ class Saver:
     def finish(self) -> None:
         """Wait for a save under way, on all ranks: none waits in silence for another's disk."""
         while (report := self._placed.any(*self.report()))[0]:
+            reach("saving")
             time.sleep(WAIT_S)
         self.proceed(*report)
 

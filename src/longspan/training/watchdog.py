@@ -1,0 +1,95 @@
+"""A run that hangs ends, and says where.
+
+Each rank writes the last point it has come to (`faults.reach`) into a file of the run's folder. A
+thread looks at its own rank's: when that has not moved for `train.hang_s`, some rank does not come
+to where the others wait for it. The thread reads all files, names the rank that is behind, shows
+what this process is doing, and ends it, so that the launcher ends all and a scheduler can start the
+run again.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event, Thread
+
+from longspan import faults
+
+HEARTBEATS = "heartbeats"
+LOOK_S = 5.0
+"""The longest between two looks."""
+
+
+@dataclass(frozen=True, order=True)
+class Beat:
+    """How many points a rank has come to, when it came to the last, and which that is."""
+
+    count: int
+    moment: float
+    rank: int
+    point: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} at {self.point}, {time.time() - self.moment:.0f} s ago"
+
+
+class Watchdog:
+    """While entered, this rank is watched."""
+
+    def __init__(self, run_dir: Path, rank: int, seconds: float) -> None:
+        self._folder, self._rank, self._seconds = run_dir / HEARTBEATS, rank, seconds
+        self._count, self._moved, self._step = 0, time.monotonic(), 0
+        self._over = Event()
+        self._thread = Thread(target=self._watch, daemon=True)
+        self._file = -1
+
+    def __enter__(self) -> Watchdog:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        path = self._folder / f"rank-{self._rank:05d}"
+        self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+        faults.listen(self._beat)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        faults.listen(None)
+        self._over.set()
+        self._thread.join()
+        os.close(self._file)
+
+    def _beat(self, point: str) -> None:
+        self._count += 1
+        self._moved = time.monotonic()
+        self._step += point == "data"
+        text = f"{self._count} {time.time():.3f} {point} (the {self._step}. step since the start)"
+        os.pwrite(self._file, text.ljust(100).encode(), 0)
+
+    def _watch(self) -> None:
+        while not self._over.wait(min(LOOK_S, self._seconds / 4)):
+            if time.monotonic() - self._moved > self._seconds:
+                self._end()
+
+    def _end(self) -> None:
+        beats = sorted(self._beats())
+        behind = beats[0] if beats else None
+        print(
+            f"longspan: nothing has moved on rank {self._rank} for {self._seconds:g} s; furthest "
+            f"behind is {behind}. Of all: {'; '.join(map(str, beats[:16]))}. What rank "
+            f"{self._rank} is doing:",
+            file=sys.stderr,
+            flush=True,
+        )
+        faulthandler.dump_traceback(sys.stderr)
+        sys.stderr.flush()
+        os._exit(1)
+
+    def _beats(self) -> list[Beat]:
+        found = []
+        for path in self._folder.glob("rank-*"):
+            count, moment, point = (path.read_text().strip() or "0 0 nowhere").split(" ", 2)
+            found.append(Beat(int(count), float(moment), int(path.name[5:]), point))
+        return found
