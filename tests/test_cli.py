@@ -148,7 +148,7 @@ def test_train_resume_generate_and_a_second_run(
     result = json.loads(capsys.readouterr().out)
     assert (result["run_dir"], result["step"], result["tokens"]) == (run_dir, 3, 192)
     assert sorted(p.name for p in (tmp_path / "run").iterdir()) == [
-        "checkpoints", "env.json", "metrics.jsonl", "run.toml",
+        "checkpoints", "env.json", "heartbeats", "history.jsonl", "metrics.jsonl", "run.toml",
     ]  # fmt: skip
 
     assert main(["train", *run, "--run-dir", run_dir]) == 2

@@ -2,6 +2,14 @@
 
 from longspan.tracking.console import Reporter
 from longspan.tracking.environment import describe_environment
-from longspan.tracking.metrics import MetricsFile
+from longspan.tracking.history import History, goodput
+from longspan.tracking.metrics import MetricsFile, lines_of
 
-__all__ = ["MetricsFile", "Reporter", "describe_environment"]
+__all__ = [
+    "History",
+    "MetricsFile",
+    "Reporter",
+    "describe_environment",
+    "goodput",
+    "lines_of",
+]

@@ -18,8 +18,11 @@ class MetricsFile:
 
     def __init__(self, path: Path | None, *, step: int) -> None:
         self._file = None
+        self.dropped_steps = 0
         if path is not None:
-            kept = [_encode(line) for line in _lines(path) if line["step"] <= step]
+            lines = lines_of(path)
+            self.dropped_steps = max(0, *(line["step"] - step for line in lines), 0)
+            kept = [_encode(line) for line in lines if line["step"] <= step]
             replace_text(path, "".join(kept))
             self._file = path.open("a", encoding="utf-8")
 
@@ -45,7 +48,7 @@ def _encode(line: dict[str, Any]) -> str:
     return json.dumps(finite) + "\n"
 
 
-def _lines(path: Path) -> list[dict[str, Any]]:
+def lines_of(path: Path) -> list[dict[str, Any]]:
     """The lines of a metrics file; those cut short by a crash are left out."""
     if not path.exists():
         return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from longspan.parallel.pipeline import Pipelined
 from longspan.parallel.placement import Placement, placement
 from longspan.parallel.remat import offloaded
 from longspan.parallel.world import World
-from longspan.tracking import MetricsFile, Reporter
+from longspan.tracking import History, MetricsFile, Reporter, goodput, lines_of
 from longspan.training.device import autocast, choose_device, resolve
 from longspan.training.folder import CHECKPOINTS, check_run_folder, open_run_folder
 from longspan.training.generation import Predictor, complete, encode_prompt
@@ -110,6 +111,8 @@ def _train(
         reporter.facts(describe(run, module, source, placed.world.size))
         if not validation:
             reporter.say("no evaluation: the validation split holds less than one sample")
+        history = History(run_dir / "history.jsonl" if is_main else None)
+        begin_history(history, state.step, metrics.dropped_steps)
         saver = Saver(run_dir / CHECKPOINTS, run.checkpoint, placed, reporter.say)
         ended = state.step >= run.train.steps
         while not ended:
@@ -130,6 +133,7 @@ def _train(
                     saver.finish()
                     text = state.roll_back(run_dir / CHECKPOINTS, run, trained_with, streak)
                     metrics.write({"step": state.step, "rolled_back": text})
+                    history.write("rollback", state.step, text=text)
                     reporter.say(text)
                     ended = False
                     continue
@@ -138,12 +142,18 @@ def _train(
                     raise Diverged(f"the loss is no number at step {state.step}: lower train.lr")
             with meter.paused():
                 if saves:
+                    blocked = saver.blocked_s
                     saver.begin(state, trained_with)
+                    history.write("save", state.step, blocked_s=saver.blocked_s - blocked)
                 if not ended and due(state.step, run.train.eval_every):
                     found = evaluate(reader, validation, run, device, requests, placed)
                     report_validation(reporter, metrics, state.step, found, baseline)
 
         saver.finish_all()
+        history.write("end", state.step, was_asked_to_stop=requests.stop)
+        if is_main:
+            lines = lines_of(run_dir / "metrics.jsonl")
+            reporter.say(str(goodput(history.lines(), lines, time.time())))
         validation_loss = evaluate(reader, validation, run, device, requests, placed)
         if any(placed.any(requests.stop)):
             raise Stopped(
@@ -168,6 +178,13 @@ def _train(
         tokens_per_s=meter.median_rate,
         sample=sample,
     )
+
+
+def begin_history(history: History, step: int, lost_steps: int) -> None:
+    """Note a start, and what it lost."""
+    before = history.lines()
+    asked = bool(before) and before[-1].get("was_asked_to_stop", False)
+    history.write("start", step, lost_steps=lost_steps, was_asked_to_stop=asked)
 
 
 def train_step(
