@@ -200,6 +200,6 @@ def test_a_hang_ends_and_names_the_rank(tmp_path: Path, action: str, point: str)
         env=environment, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 1
-    where = f"furthest behind is rank 1 at {point} (the 4. step since the start)"
+    where = f"furthest behind is rank 1 at {point} after step 3"
     assert f"nothing has moved on rank 0 for 8 s; {where}" in done.stderr
     assert "in train_step" in done.stderr  # what rank 0 is doing

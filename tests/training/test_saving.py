@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import threading
 from pathlib import Path
@@ -315,3 +316,26 @@ def test_a_kill_while_one_is_replaced_loses_neither(tmp_path: Path) -> None:
     save(tmp_path, 5, parts, {"again": 1})
     assert open_checkpoint(path).state == {"again": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
+
+
+def test_the_history_tells_what_a_failure_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from longspan.training import loop
+
+    real = loop.train_step
+
+    def step(state: Any, *arguments: Any) -> Any:
+        if state.step == 3:
+            raise RuntimeError("a fault")
+        return real(state, *arguments)
+
+    monkeypatch.setattr(loop, "train_step", step)
+    with pytest.raises(RuntimeError, match="a fault"):
+        train_here(tmp_path / "run", "track.log_every=100", "checkpoint.asynchronous=false")
+    monkeypatch.undo()
+    train_here(tmp_path / "run", resume=True)
+    lines = [json.loads(x) for x in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
+    starts = [(line["step"], line["lost_steps"]) for line in lines if line["event"] == "start"]
+    assert starts == [(0, 0), (2, 1)]
+    assert "1 restarts, 1 steps lost" in capfd.readouterr().err

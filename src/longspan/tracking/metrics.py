@@ -18,11 +18,8 @@ class MetricsFile:
 
     def __init__(self, path: Path | None, *, step: int) -> None:
         self._file = None
-        self.dropped_steps = 0
         if path is not None:
-            lines = lines_of(path)
-            self.dropped_steps = max(0, *(line["step"] - step for line in lines), 0)
-            kept = [_encode(line) for line in lines if line["step"] <= step]
+            kept = [_encode(line) for line in lines_of(path) if line["step"] <= step]
             replace_text(path, "".join(kept))
             self._file = path.open("a", encoding="utf-8")
 

@@ -101,7 +101,7 @@ def _train(
     metrics_file = run_dir / "metrics.jsonl" if is_main else None
     with (
         Requests(run_dir if is_main else None) as requests,
-        Watchdog(run_dir, placed.world.rank, run.train.hang_s),
+        Watchdog(run_dir, placed.world.rank, run.train.hang_s, state.step) as watchdog,
         MetricsFile(metrics_file, step=state.step) as metrics,
         Reporter(steps=run.train.steps, done=state.step, silent=not is_main) as reporter,
     ):
@@ -112,7 +112,7 @@ def _train(
         if not validation:
             reporter.say("no evaluation: the validation split holds less than one sample")
         history = History(run_dir / "history.jsonl" if is_main else None)
-        begin_history(history, state.step, metrics.dropped_steps)
+        begin_history(history, state.step, watchdog.steps_before - state.step)
         saver = Saver(run_dir / CHECKPOINTS, run.checkpoint, placed, reporter.say)
         ended = state.step >= run.train.steps
         while not ended:
@@ -133,7 +133,8 @@ def _train(
                     saver.finish()
                     text = state.roll_back(run_dir / CHECKPOINTS, run, trained_with, streak)
                     metrics.write({"step": state.step, "rolled_back": text})
-                    history.write("rollback", state.step, text=text)
+                    history.write("rollback", state.step, lost_steps=watchdog.steps - state.step)
+                    watchdog.steps = state.step
                     reporter.say(text)
                     ended = False
                     continue
@@ -184,7 +185,7 @@ def begin_history(history: History, step: int, lost_steps: int) -> None:
     """Note a start, and what it lost."""
     before = history.lines()
     asked = bool(before) and before[-1].get("was_asked_to_stop", False)
-    history.write("start", step, lost_steps=lost_steps, was_asked_to_stop=asked)
+    history.write("start", step, lost_steps=max(0, lost_steps), was_asked_to_stop=asked)
 
 
 def train_step(

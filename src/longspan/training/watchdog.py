@@ -26,31 +26,47 @@ LOOK_S = 5.0
 
 @dataclass(frozen=True, order=True)
 class Beat:
-    """How many points a rank has come to, when it came to the last, and which that is."""
+    """How many points a rank has come to, when it came to the last, which that is, and how many
+    steps of the run it had done.
+    """
 
     count: int
     moment: float
     rank: int
     point: str
+    steps: int
 
     def __str__(self) -> str:
-        return f"rank {self.rank} at {self.point}, {time.time() - self.moment:.0f} s ago"
+        ago = time.time() - self.moment
+        return f"rank {self.rank} at {self.point} after step {self.steps}, {ago:.0f} s ago"
+
+    @staticmethod
+    def read(path: Path) -> Beat | None:
+        """From a rank's file; None where there is none or it has not come to any point."""
+        try:
+            count, moment, steps, point = path.read_text().strip().split(" ", 3)
+            return Beat(int(count), float(moment), int(path.name[5:]), point, int(steps))
+        except (OSError, ValueError):
+            return None
 
 
 class Watchdog:
-    """While entered, this rank is watched."""
+    """While entered, this rank is watched. `steps`: how many of the run are done."""
 
-    def __init__(self, run_dir: Path, rank: int, seconds: float) -> None:
+    def __init__(self, run_dir: Path, rank: int, seconds: float, steps: int) -> None:
         self._folder, self._rank, self._seconds = run_dir / HEARTBEATS, rank, seconds
-        self._count, self._moved, self._step = 0, time.monotonic(), 0
+        self._path = self._folder / f"rank-{rank:05d}"
+        self._count, self._moved, self.steps = 0, time.monotonic(), steps
+        before = Beat.read(self._path)
+        self.steps_before = before.steps if before else 0
+        """How many were done when the run ended the last time."""
         self._over = Event()
         self._thread = Thread(target=self._watch, daemon=True)
         self._file = -1
 
     def __enter__(self) -> Watchdog:
         self._folder.mkdir(parents=True, exist_ok=True)
-        path = self._folder / f"rank-{self._rank:05d}"
-        self._file = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+        self._file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
         faults.listen(self._beat)
         self._thread.start()
         return self
@@ -64,8 +80,8 @@ class Watchdog:
     def _beat(self, point: str) -> None:
         self._count += 1
         self._moved = time.monotonic()
-        self._step += point == "data"
-        text = f"{self._count} {time.time():.3f} {point} (the {self._step}. step since the start)"
+        self.steps += point == "step"
+        text = f"{self._count} {time.time():.3f} {self.steps} {point}"
         os.pwrite(self._file, text.ljust(100).encode(), 0)
 
     def _watch(self) -> None:
@@ -74,7 +90,7 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
-        beats = sorted(self._beats())
+        beats = sorted(filter(None, map(Beat.read, self._folder.glob("rank-*"))))
         behind = beats[0] if beats else None
         print(
             f"longspan: nothing has moved on rank {self._rank} for {self._seconds:g} s; furthest "
@@ -86,10 +102,3 @@ class Watchdog:
         faulthandler.dump_traceback(sys.stderr)
         sys.stderr.flush()
         os._exit(1)
-
-    def _beats(self) -> list[Beat]:
-        found = []
-        for path in self._folder.glob("rank-*"):
-            count, moment, point = (path.read_text().strip() or "0 0 nowhere").split(" ", 2)
-            found.append(Beat(int(count), float(moment), int(path.name[5:]), point))
-        return found
