@@ -26,10 +26,11 @@ LOOK_S = 5.0
 
 @dataclass(frozen=True, order=True)
 class Beat:
-    """How many points a rank has come to, when it came to the last, which that is, and how many
-    steps of the run it had done.
+    """Whether a rank's own watchdog still looks, how many points the rank has come to, when it came
+    to the last, which that is, and how many steps of the run it had done. The least is behind.
     """
 
+    looks: bool
     count: int
     moment: float
     rank: int
@@ -38,14 +39,16 @@ class Beat:
 
     def __str__(self) -> str:
         ago = time.time() - self.moment
-        return f"rank {self.rank} at {self.point} after step {self.steps}, {ago:.0f} s ago"
+        stands = "" if self.looks else ", whose process stands still"
+        return f"rank {self.rank} at {self.point} after step {self.steps}, {ago:.0f} s ago{stands}"
 
     @staticmethod
-    def read(path: Path) -> Beat | None:
+    def read(path: Path, between_looks: float = LOOK_S) -> Beat | None:
         """From a rank's file; None where there is none or it has not come to any point."""
         try:
             count, moment, steps, point = path.read_text().strip().split(" ", 3)
-            return Beat(int(count), float(moment), int(path.name[5:]), point, int(steps))
+            looks = time.time() - path.stat().st_mtime < 2.5 * between_looks
+            return Beat(looks, int(count), float(moment), int(path.name[5:]), point, int(steps))
         except (OSError, ValueError):
             return None
 
@@ -60,6 +63,7 @@ class Watchdog:
         before = Beat.read(self._path)
         self.steps_before = before.steps if before else 0
         """How many were done when the run ended the last time."""
+        self._between = min(LOOK_S, seconds / 4)
         self._over = Event()
         self._thread = Thread(target=self._watch, daemon=True)
         self._file = -1
@@ -85,12 +89,14 @@ class Watchdog:
         os.pwrite(self._file, text.ljust(100).encode(), 0)
 
     def _watch(self) -> None:
-        while not self._over.wait(min(LOOK_S, self._seconds / 4)):
+        while not self._over.wait(self._between):
+            os.utime(self._file)  # this process runs, wherever it waits
             if time.monotonic() - self._moved > self._seconds:
                 self._end()
 
     def _end(self) -> None:
-        beats = sorted(filter(None, map(Beat.read, self._folder.glob("rank-*"))))
+        read = (Beat.read(path, self._between) for path in self._folder.glob("rank-*"))
+        beats = sorted(filter(None, read))
         behind = beats[0] if beats else None
         print(
             f"longspan: nothing has moved on rank {self._rank} for {self._seconds:g} s; furthest "
