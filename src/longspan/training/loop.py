@@ -101,7 +101,7 @@ def _train(
     metrics_file = run_dir / "metrics.jsonl" if is_main else None
     with (
         Requests(run_dir if is_main else None) as requests,
-        Watchdog(run_dir, placed.world.rank, run.train.hang_s, state.step) as watchdog,
+        Watchdog(run_dir, placed.world, run.train.hang_s, state.step) as watchdog,
         MetricsFile(metrics_file, step=state.step) as metrics,
         Reporter(steps=run.train.steps, done=state.step, silent=not is_main) as reporter,
     ):

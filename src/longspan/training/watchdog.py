@@ -18,8 +18,11 @@ from pathlib import Path
 from threading import Event, Thread
 
 from longspan import faults
+from longspan.parallel.world import World
 
 HEARTBEATS = "heartbeats"
+BESIDE = ("writing", "naming", "pruning")
+"""Points that threads come to, or the main rank alone: they tell nothing of who is behind."""
 LOOK_S = 5.0
 """The longest between two looks."""
 
@@ -56,9 +59,11 @@ class Beat:
 class Watchdog:
     """While entered, this rank is watched. `steps`: how many of the run are done."""
 
-    def __init__(self, run_dir: Path, rank: int, seconds: float, steps: int) -> None:
-        self._folder, self._rank, self._seconds = run_dir / HEARTBEATS, rank, seconds
-        self._path = self._folder / f"rank-{rank:05d}"
+    def __init__(self, run_dir: Path, world: World, seconds: float, steps: int) -> None:
+        self._folder, self._rank, self._seconds = run_dir / HEARTBEATS, world.rank, seconds
+        # Not all there are: an earlier start may have had more ranks.
+        self._paths = [self._folder / f"rank-{rank:05d}" for rank in range(world.size)]
+        self._path = self._paths[world.rank]
         self._count, self._moved, self.steps = 0, time.monotonic(), steps
         before = Beat.read(self._path)
         self.steps_before = before.steps if before else 0
@@ -82,6 +87,8 @@ class Watchdog:
         os.close(self._file)
 
     def _beat(self, point: str) -> None:
+        if point in BESIDE:
+            return
         self._count += 1
         self._moved = time.monotonic()
         self.steps += point == "step"
@@ -95,7 +102,7 @@ class Watchdog:
                 self._end()
 
     def _end(self) -> None:
-        read = (Beat.read(path, self._between) for path in self._folder.glob("rank-*"))
+        read = (Beat.read(path, self._between) for path in self._paths)
         beats = sorted(filter(None, read))
         behind = beats[0] if beats else None
         print(
