@@ -1,6 +1,6 @@
 """How long training waits for a checkpoint: written behind it, and at once.
 
-python benchmarks/saving.py [GiB]      # 1 unless given
+python benchmarks/saving.py [GiB [DEVICE]]      # 1 and cpu unless given
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ REPEATS = 5
 
 def main() -> None:
     gib = float(sys.argv[1]) if len(sys.argv) > 1 else 1.0
+    device = sys.argv[2] if len(sys.argv) > 2 else "cpu"
     rows = int(gib * 2**30 / TENSORS / 4 / 1024)
-    parts = {f"model/{i}": Part.whole(torch.randn(rows, 1024)) for i in range(TENSORS)}
+    tensors = [torch.randn(rows, 1024, device=device) for _ in range(TENSORS)]
+    parts = {f"model/{i}": Part.whole(tensor) for i, tensor in enumerate(tensors)}
     state: Any = SimpleNamespace(
         step=0, parts=lambda: parts, scalars=lambda _: {}, is_finite=lambda: True
     )

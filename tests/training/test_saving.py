@@ -45,6 +45,18 @@ def test_behind_the_training_the_same_bytes_are_written(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "behind") == ["step-00000004", "step-00000006"]
 
 
+@pytest.mark.gpu
+def test_from_a_gpu_the_same_bytes_are_written_and_resumed(tmp_path: Path) -> None:
+    gpu = ["train.device=cuda", "train.precision=bf16"]
+    train_here(tmp_path / "behind", *gpu)
+    train_here(tmp_path / "at-once", *gpu, "checkpoint.asynchronous=false")
+    for step in (4, 6):
+        assert files_of(tmp_path / "behind", step) == files_of(tmp_path / "at-once", step)
+    shutil.rmtree(tmp_path / "behind" / "checkpoints" / "step-00000006")
+    train_here(tmp_path / "behind", *gpu, resume=True)
+    assert files_of(tmp_path / "behind", 6) == files_of(tmp_path / "at-once", 6)
+
+
 def test_some_are_kept_for_good(tmp_path: Path) -> None:
     train_here(tmp_path / "run", "checkpoint.keep=1", "checkpoint.keep_every=4")
     assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]

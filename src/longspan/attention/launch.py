@@ -107,7 +107,7 @@ def plan(segment_lengths: Sequence[int], rates: Sequence[int], has_blocks: bool)
     return Plan(branches, is_nested, partial_rate, reach)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object for each, see `_calls`: its hash is its address
 class _Call:
     """What the launches of one attention share: its shapes and its pattern."""
 
