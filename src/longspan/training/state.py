@@ -47,6 +47,9 @@ class Scalars(BaseModel):
     trained_with: dict[str, Any]
 
 
+DATA = "data"
+
+
 def resume_key(run: Run, source: Source) -> dict[str, Any]:
     """What fixes the function and the order of samples, and so may not change on resume."""
     sections = {
@@ -59,7 +62,7 @@ def resume_key(run: Run, source: Source) -> dict[str, Any]:
         **sections,
         "data.context": run.data.context,
         "train.seed": run.train.seed,
-        "data SHA-256": source.fingerprint,
+        DATA: f"{source.describe()}; SHA-256 {source.fingerprint}",
     }
 
 
@@ -122,12 +125,7 @@ class State:
             scalars = Scalars.model_validate(saved.state)
         except ValidationError as error:
             raise UserError(f"the state in {saved.path}: {first_problem(error)}") from error
-        for key, was in scalars.trained_with.items():
-            if trained_with.get(key) != was:
-                raise UserError(
-                    f"{saved.path} was trained with {key} = {was}, and the run has "
-                    f"{trained_with.get(key)}: set it back, or start a new run"
-                )
+        _check_unchanged(saved.path, scalars.trained_with, trained_with, run.data.accept_changed)
         load_weights(run, self.placed.named_parameters(self.model), saved)
         self._load_optimizer(saved)
         if scalars.scaler and self.scaler.is_enabled():
@@ -174,6 +172,22 @@ class State:
                 box = _box(parameter) if shape else None  # a step counter is one number
                 value = saved.read(f"optimizer/{name}.{key}", box)
                 load_moment(self.optimizer, parameter, key, value)
+
+
+def _check_unchanged(
+    path: Path, was: Mapping[str, Any], now: Mapping[str, Any], accepts_data: bool
+) -> None:
+    """Refuse a checkpoint that was trained with anything else, and show all that differs."""
+    changed = {key for key, value in was.items() if now.get(key) != value}
+    shown = [f"  {key} was {was[key]}\n  {key} is  {now.get(key)}" for key in sorted(changed)]
+    if changed == {DATA} and accepts_data:
+        print("\n".join(["longspan: going on with other data", *shown]), file=sys.stderr)
+    elif changed:
+        accept = ", or go on with other data by data.accept_changed=true" * (changed == {DATA})
+        raise UserError(
+            "\n".join([f"{path} was trained with", *shown, "set it back, or start a new run"])
+            + accept
+        )
 
 
 def _box(x: Tensor) -> Box:
