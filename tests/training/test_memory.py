@@ -93,3 +93,22 @@ def test_torch_s_own_words_are_understood() -> None:
 
 def test_a_half_still_divides_the_batch() -> None:
     assert [halved(n) for n in (2, 3, 4, 6, 12, 35)] == [1, 1, 2, 3, 6, 7]
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_full_is_told_and_met_with_less(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["train.device=cuda", "train.precision=fp32", "data.context=2048", "model.hidden=256"]
+    batch = ["train.steps=2", "train.global_batch=64", "train.micro_batch=64"]
+    share = 2**30 / torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction(share)
+    try:
+        with pytest.raises(OutOfMemory, match=r"train\.micro_batch=32"):
+            train(run_of(1, *options, *batch), tmp_path / "full")
+        train(run_of(1, *options, *batch, "train.halve_on_oom=true"), tmp_path / "run")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert "activations and the rest" in capfd.readouterr().err
+    assert int((tmp_path / "run" / "micro_batch").read_text()) < 64
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists()

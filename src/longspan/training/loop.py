@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -181,7 +181,9 @@ def _train(
         history.write("end", state.step, was_asked_to_stop=requests.stop)
         if is_main:
             lines = lines_of(run_dir / "metrics.jsonl")
-            reporter.say(str(goodput(history.lines(), lines, time.time())))
+            of_use = goodput(history.lines(), lines, time.time())
+            reporter.say(str(of_use))
+            metrics.write({"step": state.step, "goodput": of_use.share, **asdict(of_use)})
         validation_loss = evaluate(reader, validation, run, device, requests, placed)
         if any(placed.any(requests.stop)):
             raise Stopped(
