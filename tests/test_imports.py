@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "models": {"nn", "attention", "config"},
     "data": {"config"},
     "parallel": {"models", "nn", "attention", "config"},
-    "engines": {"parallel", "models", "attention", "data", "checkpoint", "config"},
+    "engines": {"parallel", "models", "nn", "attention", "data", "checkpoint", "config"},
     "launching": set(),
     "checkpoint": set(),
     "tracking": {"config"},

@@ -22,4 +22,8 @@ def open_engine(
 
     `around`: the context of a forward pass in training.
     """
+    if run.engine.name == "deepspeed":
+        from longspan.engines.deepspeed import DeepSpeed
+
+        return DeepSpeed(run, placed, device, around)
     return Native(run, placed, device, around)
