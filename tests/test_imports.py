@@ -41,6 +41,7 @@ MAY_IMPORT = {
         "drill",
         "verify",
         "benchmarks",
+        "engines",
         "launching",
         "parallel",
         "training",

@@ -246,8 +246,10 @@ Place = Literal["none", "cpu", "nvme"]
 
 class Engine(Section):
     name: Literal["native", "deepspeed", "accelerate"] = "native"
-    """Who runs a step: PyTorch itself, DeepSpeed, or Hugging Face Accelerate. The keys below are
-    DeepSpeed's."""
+    """Who runs a step: PyTorch itself, DeepSpeed, or Hugging Face Accelerate."""
+    mode: Literal["auto", "plain", "fsdp2", "deepspeed"] = "auto"
+    """What Accelerate uses: "auto" is plain data parallelism where the ranks are copies, and FSDP2
+    where they shard. The keys below are DeepSpeed's."""
     offload_optimizer: Place = "none"
     """Where its optimizer state waits, and the optimizer runs, instead of on the device."""
     offload_parameters: Place = "none"

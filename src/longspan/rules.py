@@ -303,7 +303,13 @@ def _engine_rules(engine: Engine, layout: Layout, train: Train, world: int) -> l
     if train.precision == "fp16":
         message = f'"fp16" under engine.name = "{name}" is not there yet: use "bf16"'
         problems.append(Problem("train.precision", message))
-    if name == "deepspeed":
+    if name == "accelerate" and ranks["shard"] > 1 and engine.mode == "plain":
+        message = f'"plain" has copies only, and layout.shard is {ranks["shard"]}: use "fsdp2", or'
+        problems.append(Problem("engine.mode", f"{message} layout.zero = 0"))
+    if name == "accelerate" and ranks["replicate"] > 1 and engine.mode in ("fsdp2", "deepspeed"):
+        message = f'"{engine.mode}" shards, and the ranks are copies: use "plain", or layout.shard'
+        problems.append(Problem("engine.mode", message))
+    if name == "deepspeed" or engine.mode == "deepspeed":
         problems += _deepspeed_problems(engine, layout, train, ranks)
     return problems
 

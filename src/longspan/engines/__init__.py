@@ -26,4 +26,8 @@ def open_engine(
         from longspan.engines.deepspeed import DeepSpeed
 
         return DeepSpeed(run, placed, device, around)
+    if run.engine.name == "accelerate":
+        from longspan.engines.accelerate import accelerated
+
+        return accelerated(run, placed, device, around)
     return Native(run, placed, device, around)

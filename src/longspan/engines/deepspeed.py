@@ -77,9 +77,8 @@ class DeepSpeed:
             self.model.blocks[index] = rematerialised(block, run.train)
         self._adamw = build_optimizer(self.model, run.train)
         self._adamw.register_step_pre_hook(self._before_update)
-        self._engine, self._zero, *_ = self._deepspeed.initialize(
-            model=self.model, optimizer=self._adamw, config=settings, dist_init_required=False
-        )
+        self._engine = self._initialize(settings)
+        self._zero = self._engine.optimizer
         self.module: nn.Module = self._engine
         self._judge: Judge | None = None
         self._norm: Tensor | None = None
@@ -92,6 +91,12 @@ class DeepSpeed:
             return build_decoder(run, self._device)
         with self._deepspeed.zero.Init(config_dict_or_path=settings):  # module by module
             return Decoder(run.model, pattern_of(run.attention), run.data.context)
+
+    def _initialize(self, settings: Settings) -> Any:
+        engine, *_ = self._deepspeed.initialize(
+            model=self.model, optimizer=self._adamw, config=settings, dist_init_required=False
+        )
+        return engine
 
     def _drawn(self, name: str, box: Box) -> Tensor:
         """A part of an initial weight."""

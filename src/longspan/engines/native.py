@@ -70,8 +70,15 @@ class Native:
         with self._placed.micro_batch(self.module, is_last=is_last):
             with self._around():
                 loss: Tensor = self.module(tokens, targets) * scale
-            self.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+            self._backward(self.scaler.scale(loss))
         return loss.detach()
+
+    def _backward(self, loss: Tensor) -> None:
+        loss.backward()  # type: ignore[no-untyped-call]
+
+    def _writes(self, x: Tensor) -> bool:
+        """Whether it is this rank, of those that hold the same part of a tensor, that saves it."""
+        return self._placed.writes(x)
 
     def step(self, judge: Judge) -> Tensor:
         self.scaler.unscale_(self.optimizer)
@@ -100,7 +107,7 @@ class Native:
             if f"model/{name}" in own:
                 for key, value in moments(self.optimizer, parameter):
                     own[f"optimizer/{name}.{key}"] = value
-        return {name: _part(x) for name, x in own.items() if self._placed.writes(x)}
+        return {name: _part(x) for name, x in own.items() if self._writes(x)}
 
     @torch.no_grad()
     def load_weights(self, read: Read) -> None:

@@ -70,8 +70,8 @@ def _from_run(run: Run, world: int) -> Settings:
         "allgather_bucket_size": engine.allgather_bucket or engine.reduce_bucket,
         "stage3_prefetch_bucket_size": engine.prefetch_bucket,
         "stage3_param_persistence_threshold": engine.persistence_threshold,
-        "offload_optimizer": _offload(engine.offload_optimizer, engine.nvme_path, run),
-        "offload_param": _offload(engine.offload_parameters, engine.nvme_path, run),
+        "offload_optimizer": _offload(engine.offload_optimizer, engine.nvme_path),
+        "offload_param": _offload(engine.offload_parameters, engine.nvme_path),
     }
     return {
         "train_batch_size": train.global_batch,
@@ -113,21 +113,24 @@ def _scheduler(run: Run) -> Settings:
     return {"scheduler": {"type": names[train.schedule], "params": params}}
 
 
-def _offload(where: str, nvme_path: str, run: Run) -> Settings:
-    if where == "none":
-        return {"device": "none"}
-    path = {"nvme_path": nvme_path} if where == "nvme" else {}
-    return {"device": where, "pin_memory": run.train.device == "cuda", **path}
+def _offload(where: str, nvme_path: str) -> Settings:
+    return {"device": where, **({"nvme_path": nvme_path} if where == "nvme" else {})}
 
 
 def _habits(run: Run) -> Settings:
     """What the user's file may replace."""
     bucket = min(500_000_000, count_parameters(run.model))
+    offload = {"pin_memory": run.train.device == "cuda"}
     return {
         "steps_per_print": None,
         # PyTorch's fused AdamW runs on a CPU as well, and needs no compiler.
         "zero_force_ds_cpu_optimizer": False,
-        "zero_optimization": {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket},
+        "zero_optimization": {
+            "reduce_bucket_size": bucket,
+            "allgather_bucket_size": bucket,
+            "offload_optimizer": offload,
+            "offload_param": offload,
+        },
         # Gradients and parameters travel in float32.
         "torch_autocast": {"lower_precision_safe_modules": []},
     }
