@@ -20,6 +20,7 @@ MAY_IMPORT = {
     "models": {"nn", "attention", "config"},
     "data": {"config"},
     "parallel": {"models", "nn", "attention", "config"},
+    "engines": {"parallel", "models", "nn", "attention", "data", "checkpoint", "config"},
     "launching": set(),
     "checkpoint": set(),
     "tracking": {"config"},
@@ -32,6 +33,7 @@ MAY_IMPORT = {
         "config",
         "runfile",
         "parallel",
+        "engines",
     },
     "benchmarks": {"attention", "config"},
     "cli": {
@@ -39,6 +41,7 @@ MAY_IMPORT = {
         "drill",
         "verify",
         "benchmarks",
+        "engines",
         "launching",
         "parallel",
         "training",
