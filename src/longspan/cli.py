@@ -68,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Without RUN.toml a verb uses the built-in run for this machine.",
     )
     parser.add_argument("--version", action="version", version=f"longspan {__version__}")
+    # As `deepspeed` starts a module; the environment says the same.
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
     train = verbs.add_parser("train", help="train a model; the same command on any machine")

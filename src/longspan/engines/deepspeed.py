@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -59,9 +60,9 @@ class DeepSpeed:
     def __init__(
         self, run: Run, placed: Placement, device: torch.device, around: Around = nullcontext
     ) -> None:
+        settings = deepspeed_settings(run, placed.world.size)
         self._deepspeed = _import(device)
         self._run, self._placed, self._device, self._around = run, placed, device, around
-        settings = deepspeed_settings(run, placed.world.size)
         self._stage: int = settings["zero_optimization"]["stage"]
         self._shapes = {name: tuple(p.shape) for name, p in new_decoder(run).named_parameters()}
         for key in ("optimizer", "scheduler"):  # ours
@@ -293,6 +294,8 @@ def _import(device: torch.device) -> Any:
             'engine.name = "deepspeed" needs DeepSpeed: pip install "longspan[deepspeed]"'
         ) from error
     deepspeed.utils.logger.setLevel("WARNING")
+    # It calls collectives by names that PyTorch is giving up, and says so at every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # For inference alone; it would be compiled at the start of every first run.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     return deepspeed

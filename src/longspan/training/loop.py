@@ -291,6 +291,7 @@ def describe(run: Run, module: nn.Module, source: Source, world: int) -> dict[st
         "data": source.describe(),
         **derived_values(run, world),
         **pipeline,
+        **({} if run.engine.name == "native" else {"engine": run.engine.name}),
         "device": f"{run.train.device}, {run.train.precision}"
         + (", compiled" if run.train.compile else ""),
     }
