@@ -1,5 +1,7 @@
 """A loop of your own: torchrun --standalone --nproc-per-node 2 examples/own_loop.py"""
 
+from pathlib import Path
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
@@ -8,8 +10,8 @@ from longspan.models import create_model
 torch.distributed.init_process_group()
 model = DistributedDataParallel(create_model("data.context=256", "model.hidden=64"))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-text = torch.frombuffer(bytearray(open(__file__, "rb").read()), dtype=torch.uint8).long()
-for step in range(20):
+text = torch.tensor(list(Path(__file__).read_bytes()))
+for _ in range(20):
     tokens, targets = text[:256].unsqueeze(0), text[1:257].unsqueeze(0)
     loss = model(tokens, targets) / targets.numel()
     loss.backward()

@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node 2 examples/own_loop_accelerate.py
 """
 
+from pathlib import Path
+
 import torch
 from accelerate import Accelerator
 
@@ -12,8 +14,8 @@ accelerator = Accelerator(cpu=not torch.cuda.is_available())
 model = create_model("data.context=256", "model.hidden=64")
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 model, optimizer = accelerator.prepare(model, optimizer)
-text = torch.frombuffer(bytearray(open(__file__, "rb").read()), dtype=torch.uint8).long()
-for step in range(20):
+text = torch.tensor(list(Path(__file__).read_bytes()))
+for _ in range(20):
     tokens, targets = text[:256].unsqueeze(0), text[1:257].unsqueeze(0)
     loss = model(tokens.to(accelerator.device), targets.to(accelerator.device)) / targets.numel()
     accelerator.backward(loss)

@@ -3,6 +3,8 @@
 Without a GPU, DS_ACCELERATOR=cpu says so to DeepSpeed, which then compiles for a minute once.
 """
 
+from pathlib import Path
+
 import deepspeed
 import torch
 
@@ -15,8 +17,8 @@ config = {
     "zero_optimization": {"stage": 2},
 }
 engine, *_ = deepspeed.initialize(model=model, config=config)
-text = torch.frombuffer(bytearray(open(__file__, "rb").read()), dtype=torch.uint8).long()
-for step in range(20):
+text = torch.tensor(list(Path(__file__).read_bytes()))
+for _ in range(20):
     tokens, targets = text[:256].unsqueeze(0), text[1:257].unsqueeze(0)
     loss = engine(tokens.to(engine.device), targets.to(engine.device)) / targets.numel()
     engine.backward(loss)
