@@ -97,7 +97,21 @@ def test_all_problems_come_at_once_with_path_cause_and_cure() -> None:
         (["data.source=recall", "data.context=32"], "data.context", "need at least 66"),
         (["data.source=recall", "data.recall_pairs=200"], "data.recall_pairs", "has 128 keys"),
         (["train.precision=fp16", "train.device=cpu"], "train.precision", "needs a GPU"),
-        (["engine.name=deepspeed"], "engine.name", "expected 'native', got 'deepspeed'"),
+        (["engine.name=deepsped"], "engine.name", "did you mean 'deepspeed'?"),
+        (["engine.name=deepspeed", "layout.offload=true"], "layout.offload", "native engine's"),
+        (["engine.name=deepspeed", "train.optimizer=adamw8bit"], "train.optimizer", "native"),
+        (["engine.name=deepspeed", "train.compile=true"], "train.compile", "ZeRO-3's hooks"),
+        (["engine.name=deepspeed", "train.precision=fp16"], "train.precision", "not there yet"),
+        (
+            ["engine.name=deepspeed", "layout.zero=2", "engine.offload_parameters=cpu"],
+            "engine.offload_parameters",
+            '"cpu" needs layout.zero of at least 3, and it is 2',
+        ),
+        (
+            ["engine.name=deepspeed", "engine.offload_optimizer=nvme"],
+            "engine.nvme_path",
+            "is needed",
+        ),
     ],
 )
 def test_rules_between_values_say_what_to_change(

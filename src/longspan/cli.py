@@ -68,6 +68,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Without RUN.toml a verb uses the built-in run for this machine.",
     )
     parser.add_argument("--version", action="version", version=f"longspan {__version__}")
+    # As `deepspeed` starts a module; the environment says the same.
+    parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     verbs = parser.add_subparsers(title="verbs", required=True, metavar="VERB")
 
     train = verbs.add_parser("train", help="train a model; the same command on any machine")
@@ -194,6 +196,10 @@ def _parser() -> argparse.ArgumentParser:
     config_verbs = config.add_subparsers(required=True, metavar="show|schema")
     show = config_verbs.add_parser("show", help="every value, defaults included, and what follows")
     _add_run_arguments(show)
+    show.add_argument("--nproc", type=int, default=1, metavar="N", help="for N processes (1)")
+    show.add_argument(
+        "--deepspeed", action="store_true", help="DeepSpeed's configuration of it, as JSON"
+    )
     show.set_defaults(verb=_config_show)
     schema = config_verbs.add_parser("schema", help="the JSON schema of a run file")
     schema.set_defaults(verb=_config_schema)
@@ -432,10 +438,19 @@ def _config_show(args: argparse.Namespace) -> None:
     from longspan.runfile import dump_run, load_run
 
     file, overrides = _split_items(args.items)
-    run = load_run(file, overrides, builtin="cpu" if file else _builtin_name())
+    run = load_run(
+        file, overrides, builtin="cpu" if file else _builtin_name(), world=max(1, args.nproc)
+    )
+    if args.deepspeed:
+        from longspan.engines.settings import deepspeed_settings
+        from longspan.training.device import choose_device, resolve
+
+        settled = resolve(run, choose_device(run))
+        print(json.dumps(deepspeed_settings(settled, args.nproc), indent=1))
+        return
     from longspan.models import count_parameters
 
-    derived = {"parameters": f"{count_parameters(run.model):,}", **derived_values(run)}
+    derived = {"parameters": f"{count_parameters(run.model):,}", **derived_values(run, args.nproc)}
     if args.json:
         print(json.dumps({"run": run.model_dump(mode="json"), "derived": derived}))
         return

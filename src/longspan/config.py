@@ -136,8 +136,9 @@ class Layout(Section):
     """Ranks that share each matrix."""
     pipeline: Ranks = 1
     """Ranks that share the layers."""
-    zero: Literal[1, 2, 3] = 3
-    """What the `shard` axis splits: 1 optimizer state, 2 gradients too, 3 parameters too."""
+    zero: Literal[0, 1, 2, 3] = 3
+    """What the `shard` axis splits: 1 optimizer state, 2 gradients too, 3 parameters too; with 0
+    its ranks are copies, as those of `replicate`."""
     schedule: Literal["gpipe", "1f1b", "interleaved", "zbv"] = "1f1b"
     """In what order the ranks of the `pipeline` axis take micro-batches."""
     virtual_stages: Positive = 2
@@ -164,7 +165,10 @@ class Layout(Section):
         if problems := layout_problems(ranks, world):
             raise ValueError("; ".join(problems))
         fixed = math.prod(n for n in ranks.values() if n > 0)
-        return {axis: world // fixed if n == -1 else n for axis, n in ranks.items()}
+        found = {axis: world // fixed if n == -1 else n for axis, n in ranks.items()}
+        if self.zero == 0:
+            found |= {"replicate": found["replicate"] * found["shard"], "shard": 1}
+        return found
 
 
 class Train(Section):
@@ -242,9 +246,36 @@ class Train(Section):
         return self.lr * factor
 
 
+Place = Literal["none", "cpu", "nvme"]
+
+
 class Engine(Section):
-    name: Literal["native"] = "native"
-    """Who runs a step."""
+    name: Literal["native", "deepspeed", "accelerate"] = "native"
+    """Who runs a step: PyTorch itself, DeepSpeed, or Hugging Face Accelerate."""
+    mode: Literal["auto", "plain", "fsdp2", "deepspeed"] = "auto"
+    """What Accelerate uses: "auto" is plain data parallelism where the ranks are copies, and FSDP2
+    where they shard. The keys below are DeepSpeed's."""
+    offload_optimizer: Place = "none"
+    """Where its optimizer state waits, and the optimizer runs, instead of on the device."""
+    offload_parameters: Place = "none"
+    """Where ZeRO-3's parameters wait instead of on the device."""
+    nvme_path: str = ""
+    """A folder on a fast disk, for "nvme"."""
+    overlap_comm: bool | None = None
+    """Whether gradients travel during the backward pass; unless given, with ZeRO-3."""
+    contiguous_gradients: bool | None = None
+    """Whether gradients are copied to one buffer as they come; unless given, they are."""
+    reduce_bucket: Positive | None = None
+    """Numbers in one message of gradients; unless given, 5e8, or the model's if it has fewer."""
+    allgather_bucket: Positive | None = None
+    """Numbers in one message of parameters (ZeRO 1 and 2); unless given, as `reduce_bucket`."""
+    prefetch_bucket: Whole | None = None
+    """Parameters that ZeRO-3 fetches ahead of use; unless given, 5e7."""
+    persistence_threshold: Whole | None = None
+    """Parameters of fewer numbers ZeRO-3 keeps whole on every rank; unless given, 1e5."""
+    deepspeed_json: str = ""
+    """A DeepSpeed configuration file with settings that have no key here. It is refused where it
+    disagrees with the run file; see `longspan config show --deepspeed`."""
 
 
 class Checkpoint(Section):

@@ -14,6 +14,7 @@ from longspan.config import (
     DILATED_KEYS,
     Attention,
     Data,
+    Engine,
     Layout,
     Model,
     Section,
@@ -236,6 +237,9 @@ def _layout_rules(
     if ranks["tensor"] > 1 and model.sub_layer_norm:
         message = "with model.sub_layer_norm is not there yet: turn one off"
         problems_found.append(Problem("layout.tensor", message))
+    if layout.zero == 0 and ranks["sequence"] > 1:
+        message = "is 0, and the ranks of a sequence share parameters: use 1, 2 or 3"
+        problems_found.append(Problem("layout.zero", message))
     tokens = data.context // ranks["sequence"]
     if layout.split_norms and ranks["tensor"] > 1 and tokens % ranks["tensor"]:
         message = (
@@ -269,12 +273,76 @@ def _layout_rules(
     return problems_found
 
 
+def _engine_rules(engine: Engine, layout: Layout, train: Train, world: int) -> list[Problem]:
+    if layout_problems(layout.ranks(), world):
+        return []
+    name, ranks = engine.name, layout.resolve(world)
+    if name == "native":  # keys of the others may stand there: one file, whoever runs it
+        return []
+    problems = [
+        Problem(
+            f"layout.{axis}",
+            f'is {ranks[axis]}, and engine.name = "{name}" copies and shards the model only: use '
+            'engine.name = "native", or 1',
+        )
+        for axis in ("sequence", "tensor", "pipeline")
+        if ranks[axis] > 1
+    ]
+    if ranks["replicate"] > 1 and ranks["shard"] > 1:
+        message = f'is {ranks["replicate"]} beside shard {ranks["shard"]}, and "{name}" shards over'
+        problems.append(Problem("layout.replicate", f"{message} all ranks: use 1"))
+    if layout.offload:
+        message = "is the native engine's: use false" + (
+            ", and engine.offload_optimizer and engine.offload_parameters"
+            if name == "deepspeed"
+            else ""
+        )
+        problems.append(Problem("layout.offload", message))
+    if layout.compress != "none":
+        problems.append(Problem("layout.compress", 'is the native engine\'s: use "none"'))
+    if train.precision == "fp16":
+        message = f'"fp16" under engine.name = "{name}" is not there yet: use "bf16"'
+        problems.append(Problem("train.precision", message))
+    if name == "accelerate" and ranks["shard"] > 1 and engine.mode == "plain":
+        message = f'"plain" has copies only, and layout.shard is {ranks["shard"]}: use "fsdp2", or'
+        problems.append(Problem("engine.mode", f"{message} layout.zero = 0"))
+    if name == "accelerate" and ranks["replicate"] > 1 and engine.mode in ("fsdp2", "deepspeed"):
+        message = f'"{engine.mode}" shards, and the ranks are copies: use "plain", or layout.shard'
+        problems.append(Problem("engine.mode", message))
+    if name == "deepspeed" or engine.mode == "deepspeed":
+        problems += _deepspeed_problems(engine, layout, train, ranks)
+    return problems
+
+
+def _deepspeed_problems(
+    engine: Engine, layout: Layout, train: Train, ranks: Mapping[str, int]
+) -> list[Problem]:
+    problems = []
+    stage = layout.zero if ranks["replicate"] == 1 else 0
+    if train.optimizer != "adamw":
+        message = f'"{train.optimizer}" is the native engine\'s: use "adamw"'
+        problems.append(Problem("train.optimizer", message))
+    if train.compile is True and stage == 3:
+        message = "is true, and ZeRO-3's hooks within the blocks cannot be compiled: use false"
+        problems.append(Problem("train.compile", message))
+    for key, least in (("offload_optimizer", 1), ("offload_parameters", 3)):
+        where = getattr(engine, key)
+        needed = 3 if where == "nvme" else least
+        if where != "none" and stage < needed:
+            message = f'"{where}" needs layout.zero of at least {needed}, and it is {stage}'
+            problems.append(Problem(f"engine.{key}", message))
+    if "nvme" in (engine.offload_optimizer, engine.offload_parameters) and not engine.nvme_path:
+        problems.append(Problem("engine.nvme_path", 'is needed by "nvme": name a folder'))
+    return problems
+
+
 RULES: tuple[Callable[..., list[Problem]], ...] = (
     _model_rules,
     _attention_rules,
     _train_rules,
     _recall_rules,
     _layout_rules,
+    _engine_rules,
 )
 
 

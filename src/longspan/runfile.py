@@ -28,6 +28,7 @@ ONE_PROCESS = [
     *[f"layout.{axis}=1" for axis in AXES],
     "layout.compress=none",
     "layout.offload=false",
+    "engine.name=native",
 ]
 """Overrides for what one process does with a run of many."""
 

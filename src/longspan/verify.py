@@ -127,6 +127,8 @@ def _compare(run: Run, world: int, steps: int, laid_out: Path, alone: Path) -> R
     layout = " × ".join(f"{axis} {n}" for axis, n in ranks.items() if n > 1)
     if ranks["shard"] > 1:
         layout += f", ZeRO stage {run.layout.zero}"
+    if run.engine.name != "native":
+        layout += f", by {run.engine.name}"
     return Report(layout, steps, precision, reason, comparisons)
 
 

@@ -10,13 +10,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.data import open_source
-from longspan.models import new_decoder
+from longspan.engines import Native
 from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training.guard import Guard
 from longspan.training.loop import train_step
-from longspan.training.optimizer import build_optimizer
 from longspan.training.state import State
 from tests.harness import Ranks
 
@@ -53,14 +52,10 @@ def collectives_of_a_step(rank: int, world: int, overrides: list[str]) -> dict[s
     run = load_run(None, [*SMALL, *overrides], world=world)
     device, source = torch.device("cpu"), open_source(run.data, run.model)
     with placement(run.layout, World(rank, world, rank), device) as placed:
-        model = new_decoder(run)
-        module = placed.place(model, run, device)
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        guard = Guard(0.0, device)
-        state = State(model, build_optimizer(model, run.train), scaler, placed, guard)
-        train_step(state, module, placed, run, source, device)  # the first sets things up
+        state = State(Native(run, placed, device), placed, Guard(0.0, device))
+        train_step(state, placed, run, source, device)  # the first sets things up
         with Collectives() as mode, torch.profiler.profile() as profile:
-            train_step(state, module, placed, run, source, device)
+            train_step(state, placed, run, source, device)
     below = Counter(e.name for e in profile.events() if e.name.startswith("gloo:"))
     seen = {name: count for name, count in mode.counts.items() if count}
     return {**seen, **below}

@@ -11,13 +11,13 @@ from torch.distributed.tensor import DTensor
 
 from longspan.config import Run
 from longspan.data import open_source
-from longspan.models import count_parameters, new_decoder
+from longspan.engines import Native
+from longspan.models import count_parameters
 from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training.guard import Guard
 from longspan.training.loop import train_step
-from longspan.training.optimizer import build_optimizer
 from longspan.training.state import State
 from tests.harness import Ranks
 
@@ -63,11 +63,7 @@ def bytes_in_a_step(rank: int, world: int, layout: list[str]) -> tuple[float, fl
     run, device = run_of(world, layout), torch.device("cpu")
     source, before = open_source(run.data, run.model), storages()
     with placement(run.layout, World(rank, world, rank), device) as placed:
-        model = new_decoder(run)
-        module = placed.place(model, run, device)
-        scaler = placed.scaler(device, enabled=False)
-        guard = Guard(0.0, device)
-        state = State(model, build_optimizer(model, run.train), scaler, placed, guard)
+        state = State(Native(run, placed, device), placed, Guard(0.0, device))
         held = []
 
         def measure(*_: object) -> None:
@@ -75,9 +71,9 @@ def bytes_in_a_step(rank: int, world: int, layout: list[str]) -> tuple[float, fl
             held.append(sum(x.nbytes() for at, x in storages().items() if at not in before))
 
         measure()
-        train_step(state, module, placed, run, source, device)
-        handle = model.norm.register_forward_pre_hook(measure)
-        train_step(state, module, placed, run, source, device)
+        train_step(state, placed, run, source, device)
+        handle = state.engine.model.norm.register_forward_pre_hook(measure)
+        train_step(state, placed, run, source, device)
         handle.remove()
     return held[0] / count_parameters(run.model), held[-1] / count_parameters(run.model)
 

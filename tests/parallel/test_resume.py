@@ -11,12 +11,11 @@ from torch import Tensor
 from longspan import checkpoint
 from longspan.checkpoint import Draft, open_checkpoint
 from longspan.data import open_source
-from longspan.models import new_decoder
+from longspan.engines import Native
 from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.training import train
 from longspan.training.guard import Guard
-from longspan.training.optimizer import build_optimizer
 from longspan.training.state import State, resume_key
 from tests.harness import Ranks
 from tests.parallel.test_placement import run_of
@@ -48,11 +47,7 @@ def take_over(rank: int, world: int, layout: list[str], folder: str, names: list
     run, device = run_of(world, *SMALL, *layout), torch.device("cpu")
     key = resume_key(run, open_source(run.data, run.model))
     with placement(run.layout, World(rank, world, rank), device) as placed:
-        model = new_decoder(run)
-        placed.place(model, run, device)
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        guard = Guard(0.0, device)
-        state = State(model, build_optimizer(model, run.train), scaler, placed, guard)
+        state = State(Native(run, placed, device), placed, Guard(0.0, device))
         for name in names:
             path = Path(folder, name, "checkpoints/step-00000002")
             state.restore(open_checkpoint(path), run, key)

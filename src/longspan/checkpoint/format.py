@@ -8,9 +8,10 @@
       optimizer-00000.safetensors    …
 
 A tensor is known by its whole shape and is cut into boxes, one per rank that holds a part of it; so
-any number of ranks in any layout can read what any other has written. The folder is written under
-another name, fsynced and renamed: one named step-… is whole. No file here can run code when it is
-read.
+any number of ranks in any layout can read what any other has written. A rank that holds a stretch
+of a flattened matrix has up to three boxes of it, the further ones in model-00000-1 and -2. The
+folder is written under another name, fsynced and renamed: one named step-… is whole. No file here
+can run code when it is read.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ MOST_CELLS = 1 << 20
 """Ranks split a tensor along one or two dimensions, so that even thousands make few cells."""
 
 Size = Annotated[int, Field(ge=0)]
-FileName = Annotated[str, Field(pattern=r"^[a-z]+-[0-9]{5}\.safetensors$")]
+FileName = Annotated[str, Field(pattern=r"^[a-z]+-[0-9]{5}(-[0-9])?\.safetensors$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -70,6 +71,29 @@ class Box(_Strict):
     @staticmethod
     def whole(shape: tuple[int, ...]) -> Box:
         return Box(start=(0,) * len(shape), shape=shape)
+
+    @staticmethod
+    def of_stretch(start: int, stop: int, shape: tuple[int, ...]) -> list[Box]:
+        """The values `start` to `stop` of a flattened tensor of `shape`: boxes, in their order."""
+        if start >= stop:
+            return []
+        if len(shape) <= 1:
+            return [Box(start=(start,), shape=(stop - start,))]
+        inner = shape[1:]
+        row = prod(inner)
+        boxes = []
+        while start < stop:
+            at, begin = divmod(start, row)
+            if begin == 0 and start + row <= stop:
+                count = (stop - start) // row
+                boxes.append(Box(start=(at, *[0] * len(inner)), shape=(count, *inner)))
+                start += count * row
+            else:
+                end = min(row, begin + stop - start)
+                within = Box.of_stretch(begin, end, inner)
+                boxes += [Box(start=(at, *x.start), shape=(1, *x.shape)) for x in within]
+                start += end - begin
+        return boxes
 
 
 class Stored(Box):

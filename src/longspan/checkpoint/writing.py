@@ -40,7 +40,8 @@ class Part:
 
 
 Parts = Mapping[str, Part]
-"""By "group/name": a file per group and rank."""
+"""By "group/name", and by "group/name#1", "group/name#2" … what else the rank holds of that tensor,
+where that is no one box: a file per group, number and rank."""
 
 
 REPLACED = ".replaced"
@@ -61,9 +62,9 @@ class Draft:
         """The files of one rank, and a list of what they hold."""
         self.path.mkdir(parents=True, exist_ok=True)
         files: dict[str, str] = {}
-        tensors: dict[str, Any] = {}
-        for group, of_group in _by_group(parts).items():
-            path = self.path / f"{group}-{rank:05d}.safetensors"
+        tensors: list[tuple[str, dict[str, Any]]] = []
+        for (group, number), of_group in _by_group(parts).items():
+            path = self.path / f"{group}-{rank:05d}{number}.safetensors"
             values = {name: part.values.contiguous() for name, part in of_group.items()}
             reach("writing")
             save_file(values, path)
@@ -72,7 +73,8 @@ class Draft:
             types = _types(path)
             for name, part in of_group.items():
                 stored = {**part.box.model_dump(mode="json"), "file": path.name}
-                tensors[name] = {"dtype": types[name], "shape": part.shape, "box": stored}
+                listing = {"dtype": types[name], "shape": part.shape, "box": stored}
+                tensors.append((name, listing))
         listed = self.path / f"rank-{rank:05d}.json"
         listed.write_text(json.dumps({"files": files, "tensors": tensors}), encoding="utf-8")
 
@@ -133,10 +135,13 @@ def remove_leftovers(folder: Path) -> None:
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _by_group(parts: Parts) -> dict[str, dict[str, Part]]:
-    groups: dict[str, dict[str, Part]] = {}
-    for name, part in parts.items():
-        groups.setdefault(name.split("/")[0], {})[name] = part
+def _by_group(parts: Parts) -> dict[tuple[str, str], dict[str, Part]]:
+    """By what the file names begin and end with."""
+    groups: dict[tuple[str, str], dict[str, Part]] = {}
+    for key, part in parts.items():
+        name, _, number = key.partition("#")
+        file = name.split("/")[0], number and f"-{number}"
+        groups.setdefault(file, {})[name] = part
     return groups
 
 
@@ -145,11 +150,11 @@ def _types(path: Path) -> dict[str, str]:
         return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
 
-def _entries(found: Iterable[Mapping[str, Any]]) -> dict[str, Entry]:
+def _entries(found: Iterable[Iterable[tuple[str, Any]]]) -> dict[str, Entry]:
     boxes: dict[str, list[Stored]] = {}
     known: dict[str, tuple[str, tuple[int, ...]]] = {}
     for tensors in found:
-        for name, listed in tensors.items():
+        for name, listed in tensors:
             known[name] = listed["dtype"], tuple(listed["shape"])
             box = listed["box"]
             stored = Stored(start=tuple(box["start"]), shape=tuple(box["shape"]), file=box["file"])

@@ -45,7 +45,8 @@ def resolve(run: Run, device: torch.device) -> Run:
             "change one of them"
         )
     layout = run.layout
-    can_compile = device.type == "cuda" and layout.schedule != "zbv"
+    is_hooked = run.engine.name == "deepspeed" and layout.zero == 3
+    can_compile = device.type == "cuda" and layout.schedule != "zbv" and not is_hooked
     compiled = can_compile if train.compile == "auto" else train.compile
     settled = {"device": device.type, "precision": precision, "compile": compiled}
     return run.model_copy(update={"train": train.model_copy(update=settled)})

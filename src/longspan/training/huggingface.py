@@ -10,22 +10,20 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
-from longspan.checkpoint import folder_of, latest, open_checkpoint
+from longspan.checkpoint import Box, folder_of, latest, open_checkpoint
 from longspan.config import Run
 from longspan.data.tokenizer import TOKENIZER
 from longspan.errors import UserError
 from longspan.files import new_folder
 from longspan.models import new_decoder
-from longspan.parallel.placement import local, offset_of
 from longspan.runfile import load_run, saved_run_file
 from longspan.training.folder import CHECKPOINTS
 
@@ -141,29 +139,30 @@ def _write_part(folder: Path, number: int, tensors: dict[str, Tensor]) -> None:
     save_file(tensors, folder / f"part-{number}", metadata={"format": "pt"})
 
 
-def load_initial(folder: Path, run: Run, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Put the weights of a Hugging Face Llama into `parameters`, each rank its own part."""
+def reader_of(folder: Path, run: Run) -> Callable[[str, Box], Tensor]:
+    """What reads the weights of a Hugging Face Llama, by our names."""
     files = _files(folder)
     shapes = {name: tuple(p.shape) for name, p in new_decoder(run).named_parameters()}
     opened: dict[Path, Any] = {}
-    with torch.no_grad():
-        for name, parameter in parameters:
-            theirs = their_name(name)
-            file = files.get(theirs, files.get(""))
-            if file is None:
-                raise UserError(f"{folder} names no file for {theirs}")
-            try:
-                if file not in opened:
-                    opened[file] = safe_open(file, "pt")
-                held = opened[file].get_slice(theirs)
-                found = tuple(held.get_shape())
-                if found != shapes[name]:
-                    raise ValueError(f"{theirs} has the shape {found}, the run's {shapes[name]}")
-                own = local(parameter)
-                ends = zip(offset_of(parameter), own.shape, strict=True)
-                own.copy_(held[tuple(slice(a, a + n) for a, n in ends)])
-            except (OSError, ValueError, SafetensorError) as error:
-                raise UserError(f"cannot begin with {folder}: {error}") from error
+
+    def read(name: str, box: Box) -> Tensor:
+        theirs = their_name(name)
+        file = files.get(theirs, files.get(""))
+        if file is None:
+            raise UserError(f"{folder} names no file for {theirs}")
+        try:
+            if file not in opened:
+                opened[file] = safe_open(file, "pt")
+            held = opened[file].get_slice(theirs)
+            found = tuple(held.get_shape())
+            if found != shapes[name]:
+                raise ValueError(f"{theirs} has the shape {found}, the run's {shapes[name]}")
+            values: Tensor = held[box.slices_of(Box.whole(found))]
+        except (OSError, ValueError, SafetensorError) as error:
+            raise UserError(f"cannot begin with {folder}: {error}") from error
+        return values
+
+    return read
 
 
 def _files(folder: Path) -> dict[str, Path]:

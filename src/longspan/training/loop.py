@@ -17,9 +17,10 @@ from torch import Tensor, nn
 
 from longspan.config import Run, derived_values
 from longspan.data import Baseline, Sample, Source, batch_of, count_targets, open_source
+from longspan.engines import Reader, open_engine
 from longspan.errors import Diverged, OutOfMemory, Stopped
 from longspan.faults import is_poisoned, reach
-from longspan.models import count_parameters, new_decoder
+from longspan.models import count_parameters
 from longspan.parallel.pipeline import Pipelined
 from longspan.parallel.placement import Placement, placement
 from longspan.parallel.remat import offloaded
@@ -37,10 +38,9 @@ from longspan.training.device import autocast, choose_device, resolve
 from longspan.training.folder import CHECKPOINTS, check_run_folder, open_run_folder
 from longspan.training.generation import Predictor, complete, encode_prompt
 from longspan.training.guard import Guard
-from longspan.training.huggingface import load_initial
+from longspan.training.huggingface import reader_of
 from longspan.training.memory import explain, is_out_of_memory, leave_hint, with_hint
 from longspan.training.meter import Meter
-from longspan.training.optimizer import build_optimizer, set_learning_rate, take_step
 from longspan.training.saving import Saver
 from longspan.training.schedule import learning_rate
 from longspan.training.state import State, newest_good, resume_key
@@ -104,19 +104,16 @@ def _train(
     baseline = source.baseline(validation) if validation else None
 
     torch.manual_seed(run.train.seed)
-    model = new_decoder(run)
-    module = placed.place(model, run, device, partial(forward_context, run))
-    reader = module if isinstance(module, Pipelined) else model
-    scaler = placed.scaler(device, enabled=run.train.precision == "fp16")
+    engine = open_engine(run, placed, device, partial(forward_context, run))
     guard = Guard(run.train.spike, device)
-    state = State(model, build_optimizer(model, run.train), scaler, placed, guard)
+    state = State(engine, placed, guard)
     trained_with = resume_key(run, source)
     reach("start")
     saved = newest_good(run_dir / CHECKPOINTS, placed) if resume else None
     if saved:
         state.restore(saved, run, trained_with)
     elif run.train.initial:
-        load_initial(Path(run.train.initial), run, placed.named_parameters(model))
+        engine.load_weights(reader_of(Path(run.train.initial), run))
 
     if is_main:
         open_run_folder(run, run_dir, device, source)
@@ -133,7 +130,7 @@ def _train(
         reporter.say(
             f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
         )
-        reporter.facts(describe(run, module, source, placed.world.size))
+        reporter.facts(describe(run, engine.module, source, placed.world.size))
         if not validation:
             reporter.say("no evaluation: the validation split holds less than one sample")
         lost = max(0, watchdog.steps_before - state.step)
@@ -143,7 +140,7 @@ def _train(
         saver = Saver(run_dir / CHECKPOINTS, run.checkpoint, placed, reporter.say)
         ended = state.step >= run.train.steps
         while not ended:
-            loss, grad_norm = train_step(state, module, placed, run, source, device)
+            loss, grad_norm = train_step(state, placed, run, source, device)
             reach("step")
             meter.add(loss)
             stops, saves, *report = placed.any(*requests.look(), *saver.report())
@@ -174,7 +171,7 @@ def _train(
                     saver.begin(state, trained_with)
                     history.write("save", state.step, blocked_s=saver.blocked_s - blocked)
                 if not ended and due(state.step, run.train.eval_every):
-                    found = evaluate(reader, validation, run, device, requests, placed)
+                    found = evaluate(engine.reader, validation, run, device, requests, placed)
                     report_validation(reporter, metrics, state.step, found, baseline)
 
         saver.finish_all()
@@ -184,7 +181,7 @@ def _train(
             of_use = goodput(history.lines(), lines, time.time())
             reporter.say(str(of_use))
             metrics.write({"step": state.step, "goodput": of_use.share, **asdict(of_use)})
-        validation_loss = evaluate(reader, validation, run, device, requests, placed)
+        validation_loss = evaluate(engine.reader, validation, run, device, requests, placed)
         if any(placed.any(requests.stop)):
             raise Stopped(
                 f"stopped at step {state.step} of {run.train.steps}, checkpoint saved; go on with\n"
@@ -196,7 +193,7 @@ def _train(
         )
         if splits_tokens and run.track.prompt:
             reporter.say("no sample: one token does not split over ranks; see longspan generate")
-        sample = None if splits_tokens else sample_text(reader, source, run, device)
+        sample = None if splits_tokens else sample_text(engine.reader, source, run, device)
     return Result(
         run_dir=str(run_dir),
         step=state.step,
@@ -228,12 +225,7 @@ def failures_noted(
 
 
 def train_step(
-    state: State,
-    module: nn.Module,
-    placed: Placement,
-    run: Run,
-    source: Source,
-    device: torch.device,
+    state: State, placed: Placement, run: Run, source: Source, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """One optimizer step; returns its loss per token and its gradient norm before clipping.
 
@@ -244,57 +236,19 @@ def train_step(
     reach("data")
     indices = state.next_samples(train.global_batch)
     tokens_with_loss = max(1, sum(source.targets_in(train.seed, index) for index in indices))
-    set_learning_rate(state.optimizer, learning_rate(train, state.step))
+    state.engine.learning_rate = learning_rate(train, state.step)
     samples = [source.sample(train.seed, index) for index in placed.own(indices)]
     reach("backward")
     # The ranks' gradients are averaged and should be summed.
     share = math.nan if is_poisoned(state.step + 1) else placed.averaged_ranks / tokens_with_loss
-    scale = torch.tensor(share, device=device)
-    if isinstance(module, Pipelined):
-        batch = batch_of(samples, device)
-        own = placed.own_tokens(batch.tokens), placed.own_tokens(batch.targets)
-        total = module.backward(*own, state.scaler.scale(scale))
-        total /= state.scaler.scale(scale) / scale
-    else:
-        total = accumulate(module, samples, scale, state.scaler, placed, run, device)
+    total = state.engine.backward(samples, torch.tensor(share, device=device))
     total /= placed.averaged_ranks
     placed.sum(total)
-    state.scaler.unscale_(state.optimizer)
     reach("gradient norm")
-    grad_norm = placed.clip_gradients(state.model, train.clip or math.inf)
-    scales = state.scaler.is_enabled()
-    is_bad = state.guard.judge(total, grad_norm, overflows=scales)
-    if scales:  # which finds out about gradients that are no numbers itself
-        state.scaler.step(state.optimizer)
-        state.scaler.update()
-    else:
-        take_step(state.optimizer, is_bad)
-    state.optimizer.zero_grad()
+    grad_norm = state.engine.step(partial(state.guard.judge, total))
     state.step += 1
     state.samples = indices[-1] + 1
     return total, grad_norm
-
-
-def accumulate(
-    module: nn.Module,
-    samples: list[Sample],
-    scale: Tensor,
-    scaler: torch.amp.GradScaler,
-    placed: Placement,
-    run: Run,
-    device: torch.device,
-) -> Tensor:
-    """Gradients of scale · loss over `samples`, by micro-batches; returns scale · loss."""
-    total, size = torch.zeros((), device=device), run.train.micro_batch
-    for start in range(0, len(samples), size):
-        batch = batch_of(samples[start : start + size], device)
-        with placed.micro_batch(module, is_last=start + size >= len(samples)):
-            with forward_context(run):
-                own = placed.own_tokens(batch.tokens), placed.own_tokens(batch.targets)
-                loss = module(*own) * scale
-            scaler.scale(loss).backward()
-        total += loss.detach()
-    return total
 
 
 @contextmanager
@@ -306,7 +260,7 @@ def forward_context(run: Run) -> Iterator[None]:
 
 @torch.no_grad()
 def evaluate(
-    model: nn.Module,
+    model: Reader,
     samples: list[Sample],
     run: Run,
     device: torch.device,
@@ -337,6 +291,7 @@ def describe(run: Run, module: nn.Module, source: Source, world: int) -> dict[st
         "data": source.describe(),
         **derived_values(run, world),
         **pipeline,
+        **({} if run.engine.name == "native" else {"engine": run.engine.name}),
         "device": f"{run.train.device}, {run.train.precision}"
         + (", compiled" if run.train.compile else ""),
     }

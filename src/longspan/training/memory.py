@@ -61,9 +61,11 @@ def explain(error: BaseException, state: State, run: Run, device: torch.device) 
 
 def usage(state: State, device: torch.device) -> dict[str, int]:
     """Bytes on this rank by class of tensors; the last is what the others leave of the peak."""
-    parameters = list(state.model.parameters())
+    engine = state.engine
+    groups = engine.optimizer.param_groups  # which may hold flattened copies of its own
+    parameters = {*engine.model.parameters(), *(p for group in groups for p in group["params"])}
     gradients = (p.grad for p in parameters if p.grad is not None)
-    of_optimizer = (x for p in parameters for x in state.optimizer.state.get(p, {}).values())
+    of_optimizer = (x for kept in engine.optimizer.state.values() for x in kept.values())
     held = {
         "parameters": _bytes(parameters),
         "gradients": _bytes(gradients),

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from torch import Tensor, nn
+from torch import Tensor
 
 from longspan.checkpoint import (
-    Box,
     Checkpoint,
     Part,
     folder_of,
@@ -25,14 +24,14 @@ from longspan.checkpoint import (
 )
 from longspan.config import Run
 from longspan.data import Source
+from longspan.engines import Engine
 from longspan.errors import Damaged, Diverged, UserError, first_problem
 from longspan.models import Decoder, build_decoder, new_decoder
-from longspan.parallel.placement import Placement, local, offset_of
+from longspan.parallel.placement import Placement
 from longspan.runfile import ONE_PROCESS, load_run, saved_run_file
 from longspan.training.device import choose_device, resolve
 from longspan.training.folder import CHECKPOINTS
 from longspan.training.guard import Guard, Usual
-from longspan.training.optimizer import load_moment, moments
 
 
 class Scalars(BaseModel):
@@ -70,9 +69,7 @@ def resume_key(run: Run, source: Source) -> dict[str, Any]:
 class State:
     """Everything a step reads and changes."""
 
-    model: Decoder
-    optimizer: torch.optim.Optimizer
-    scaler: torch.amp.GradScaler
+    engine: Engine
     placed: Placement
     guard: Guard
     step: int = 0
@@ -90,17 +87,7 @@ class State:
 
     def parts(self) -> dict[str, Part]:
         """What this rank has to save, by group and name."""
-        named = list(self.placed.named_parameters(self.model))
-        own = {
-            f"model/{name}": parameter.detach()
-            for name, parameter in named
-            if not self.placed.is_copy(name, parameter, self.model)
-        }
-        for name, parameter in named:
-            if f"model/{name}" in own:
-                for key, value in moments(self.optimizer, parameter):
-                    own[f"optimizer/{name}.{key}"] = value
-        parts = {name: _part(x) for name, x in own.items() if self.placed.writes(x)}
+        parts = self.engine.parts()
         if self.placed.world.is_main:
             parts |= {f"rng/{name}": Part.whole(x) for name, x in _rng().items()}
         return {name: part for name, part in parts.items() if part.values.numel()}
@@ -109,7 +96,7 @@ class State:
         """What there is to save beside tensors."""
         return Scalars(
             samples=self.samples,
-            scaler=self.scaler.state_dict(),
+            scaler=self.engine.scaler_state(),
             usual=self.guard.usual(),
             skips=[[a, b] for a, b in self.skips],
             trained_with=trained_with,
@@ -117,7 +104,7 @@ class State:
 
     def is_finite(self) -> bool:
         """Whether this rank's weights are."""
-        return all(bool(torch.isfinite(local(p)).all()) for p in self.model.parameters())
+        return self.engine.is_finite()
 
     def restore(self, saved: Checkpoint, run: Run, trained_with: dict[str, Any]) -> None:
         """Take over a checkpoint, which must be of the same model and order of samples."""
@@ -126,10 +113,10 @@ class State:
         except ValidationError as error:
             raise UserError(f"the state in {saved.path}: {first_problem(error)}") from error
         _check_unchanged(saved.path, scalars.trained_with, trained_with, run.data.accept_changed)
-        load_weights(run, self.placed.named_parameters(self.model), saved)
+        check_shapes(run, saved)
+        self.engine.load_weights(lambda name, box: saved.read(f"model/{name}", box))
         self._load_optimizer(saved)
-        if scalars.scaler and self.scaler.is_enabled():
-            self.scaler.load_state_dict(scalars.scaler)
+        self.engine.load_scaler_state(scalars.scaler)
         _set_rng({name: saved.read(f"rng/{name}") for name in saved.shapes("rng")})
         self.guard.set_usual(scalars.usual)
         saved.close()
@@ -161,17 +148,13 @@ class State:
         )
 
     def _load_optimizer(self, saved: Checkpoint) -> None:
-        of_parameter: dict[str, dict[str, tuple[int, ...]]] = {}
+        shapes, found = saved.shapes("model"), []
         for full_name, shape in saved.shapes("optimizer").items():
             name, key = full_name.rsplit(".", 1)
-            of_parameter.setdefault(name, {})[key] = shape
-        for name, parameter in self.placed.named_parameters(self.model):
-            for key, shape in of_parameter.get(name, {}).items():
-                if shape not in ((), tuple(parameter.shape)):
-                    raise UserError(f"{saved.path} holds {name}.{key} of shape {shape}")
-                box = _box(parameter) if shape else None  # a step counter is one number
-                value = saved.read(f"optimizer/{name}.{key}", box)
-                load_moment(self.optimizer, parameter, key, value)
+            if name not in shapes or shape not in ((), shapes[name]):
+                raise UserError(f"{saved.path} holds {name}.{key} of shape {shape}")
+            found.append((name, key, not shape))
+        self.engine.load_moments(found, lambda name, box: saved.read(f"optimizer/{name}", box))
 
 
 def _check_unchanged(
@@ -188,15 +171,6 @@ def _check_unchanged(
             "\n".join([f"{path} was trained with", *shown, "set it back, or start a new run"])
             + accept
         )
-
-
-def _box(x: Tensor) -> Box:
-    """What of a tensor lies on this rank."""
-    return Box(start=offset_of(x), shape=tuple(local(x).shape))
-
-
-def _part(x: Tensor) -> Part:
-    return Part(local(x), tuple(x.shape), _box(x))
 
 
 def newest_good(folder: Path, placed: Placement) -> Checkpoint | None:
@@ -235,10 +209,8 @@ def newest_good(folder: Path, placed: Placement) -> Checkpoint | None:
         aside += 1
 
 
-def load_weights(
-    run: Run, parameters: Iterable[tuple[str, nn.Parameter]], saved: Checkpoint
-) -> None:
-    """Put a checkpoint's weights into `parameters`, or say which tensor of the run does not fit."""
+def check_shapes(run: Run, saved: Checkpoint) -> None:
+    """Say which tensor of a checkpoint does not fit the run's model."""
     found = saved.shapes("model")
     shapes = {name: tuple(p.shape) for name, p in new_decoder(run).named_parameters()}
     for name in sorted(shapes.keys() | found.keys()):
@@ -248,9 +220,6 @@ def load_weights(
                 f"{shapes.get(name)}, the checkpoint {found.get(name)}; resume with the [model] it "
                 "was trained with"
             )
-    with torch.no_grad():
-        for name, parameter in parameters:
-            local(parameter).copy_(saved.read(f"model/{name}", _box(parameter)))
 
 
 def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
@@ -265,7 +234,10 @@ def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
     saved = open_checkpoint(path)
     saved.check(saved.files_of("model"))
     model = build_decoder(run, device)
-    load_weights(run, model.named_parameters(), saved)
+    check_shapes(run, saved)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(saved.read(f"model/{name}"))
     return run, model, saved.step
 
 

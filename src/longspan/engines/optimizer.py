@@ -22,10 +22,11 @@ from longspan.parallel.placement import laid_out, local
 
 def build_optimizer(model: Decoder, train: Train) -> torch.optim.Optimizer:
     """The run's optimizer; matrices decay, norms do not."""
-    parameters = list(model.parameters())
+    # DeepSpeed's ZeRO-3 keeps a parameter's shape beside it, and of its values a flat part.
+    dims = [(len(getattr(p, "ds_shape", p.shape)), p) for p in model.parameters()]
     groups = [
-        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": train.weight_decay},
-        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+        {"params": [p for dim, p in dims if dim > 1], "weight_decay": train.weight_decay},
+        {"params": [p for dim, p in dims if dim == 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {

@@ -1,0 +1,316 @@
+"""DeepSpeed: ZeRO 0 to 3, with optimizer state and parameters offloaded where the run file says.
+
+The loss is ours, the sum over all tokens of a step; so are the optimizer (PyTorch's fused AdamW),
+its groups and its learning rate. DeepSpeed averages gradients over the ranks, as DDP does, clips
+them and calls the optimizer; between the two it is asked whether the step is to be taken.
+
+What a rank holds of a parameter is a stretch of its flattened values: with ZeRO-3 an equal share of
+each, with ZeRO-1 and 2 what of it falls into an equal share of all. Checkpoints hold it as boxes,
+and no rank ever makes a whole copy.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from longspan.attention import KVCache, pattern_of
+from longspan.checkpoint import Box, Part
+from longspan.config import Run
+from longspan.data import Sample, batch_of
+from longspan.engines.optimizer import build_optimizer, set_learning_rate
+from longspan.engines.protocol import Judge, Read, Reader
+from longspan.engines.settings import Settings, deepspeed_settings
+from longspan.errors import UserError
+from longspan.models import Decoder, build_decoder, new_decoder
+from longspan.models.decoder import initial_weight
+from longspan.nn import logits_of
+from longspan.parallel.pipeline import Around
+from longspan.parallel.placement import Placement
+from longspan.parallel.remat import rematerialised
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Held:
+    """A parameter of which this rank holds `count` values, from `start` of them all.
+
+    What DeepSpeed keeps beside a parameter are attributes of it that no type knows.
+    """
+
+    name: str
+    parameter: Any
+    start: int
+    count: int
+
+
+class DeepSpeed:
+    """`around`: the context of a forward pass in training."""
+
+    def __init__(
+        self, run: Run, placed: Placement, device: torch.device, around: Around = nullcontext
+    ) -> None:
+        settings = deepspeed_settings(run, placed.world.size)
+        self._deepspeed = _import(device)
+        self._run, self._placed, self._device, self._around = run, placed, device, around
+        self._stage: int = settings["zero_optimization"]["stage"]
+        self._shapes = {name: tuple(p.shape) for name, p in new_decoder(run).named_parameters()}
+        for key in ("optimizer", "scheduler"):  # ours
+            settings.pop(key, None)
+        if self._stage == 0:  # which would clip and not tell the norm
+            settings["gradient_clipping"] = 0.0
+        _join(placed, device)
+        self._deepspeed.init_distributed(verbose=False)
+        self.model = self._build(settings)
+        for index, block in enumerate(self.model.blocks):
+            if run.train.compile is True:
+                block.compile(fullgraph=True)
+            self.model.blocks[index] = rematerialised(block, run.train)
+        self.optimizer = build_optimizer(self.model, run.train)
+        self.optimizer.register_step_pre_hook(self._before_update)
+        self._engine = self._initialize(settings)
+        self._zero = self._engine.optimizer
+        self.module: nn.Module = self._engine
+        self._judge: Judge | None = None
+        self._norm: Tensor | None = None
+        if self._stage == 3:
+            self.load_weights(self._drawn)
+
+    def _build(self, settings: Settings) -> Decoder:
+        run = self._run
+        if self._stage < 3:
+            return build_decoder(run, self._device)
+        with self._deepspeed.zero.Init(config_dict_or_path=settings):  # module by module
+            return Decoder(run.model, pattern_of(run.attention), run.data.context)
+
+    def _initialize(self, settings: Settings) -> Any:
+        engine, *_ = self._deepspeed.initialize(
+            model=self.model, optimizer=self.optimizer, config=settings, dist_init_required=False
+        )
+        return engine
+
+    def _drawn(self, name: str, box: Box) -> Tensor:
+        """A part of an initial weight."""
+        shape = self._shapes[name]
+        whole = initial_weight(self._run.model, self._run.train.seed, name, torch.Size(shape))
+        return whole[box.slices_of(Box.whole(shape))]
+
+    @property
+    def reader(self) -> Reader:
+        return _Gathering(self.model, self._deepspeed) if self._stage == 3 else self.model
+
+    @property
+    def learning_rate(self) -> float:
+        return float(self.optimizer.param_groups[0]["lr"])
+
+    @learning_rate.setter
+    def learning_rate(self, lr: float) -> None:
+        set_learning_rate(self.optimizer, lr)
+
+    def backward(self, samples: list[Sample], scale: Tensor) -> Tensor:
+        total, size = torch.zeros((), device=self._device), self._run.train.micro_batch
+        for start in range(0, len(samples), size):
+            batch = batch_of(samples[start : start + size], self._device)
+            self._engine.set_gradient_accumulation_boundary(start + size >= len(samples))
+            with self._around():
+                loss = self._engine(batch.tokens, batch.targets) * scale
+            self._engine.backward(loss, scale_wrt_gas=False)  # the scale is of the whole step
+            total += loss.detach()
+        return total
+
+    def step(self, judge: Judge) -> Tensor:
+        self._judge, self._norm = judge, None
+        if self._stage == 0:
+            clip = self._run.train.clip or math.inf
+            self._decide(self._placed.clip_gradients(self.model, clip))
+        self._engine.step()
+        if self._norm is None:  # DeepSpeed skips steps whose gradients are no numbers itself
+            self._decide(torch.tensor(math.inf, device=self._device))
+        assert self._norm is not None
+        return self._norm
+
+    def _before_update(self, *_: object) -> None:
+        """Called by the optimizer, which DeepSpeed calls for one group after another."""
+        if self._norm is None:
+            self._decide(torch.as_tensor(self._zero._global_grad_norm, device=self._device))
+
+    def _decide(self, norm: Tensor) -> None:
+        assert self._judge is not None
+        self._norm = norm.float()
+        is_bad = self._judge(self._norm, overflows=False)
+        self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
+
+    def is_finite(self) -> bool:
+        return all(bool(self._values(held).isfinite().all()) for held in self._held())
+
+    def parts(self) -> dict[str, Part]:
+        own: dict[str, Part] = {}
+        states = self.optimizer.state
+        keys = [None, *(MOMENTS if states else ())]
+        for held in self._held() if self._stage or self._placed.world.is_main else ():
+            for key in keys:
+                name = f"model/{held.name}" if key is None else f"optimizer/{held.name}.{key}"
+                own |= self._boxed(name, held, self._values(held, key))
+        if states and self._placed.world.is_main:
+            step = Part.whole(next(iter(states.values()))["step"])
+            own |= {f"optimizer/{name}.step": step for name in self._shapes}
+        return own
+
+    def _boxed(self, name: str, held: Held, values: Tensor) -> dict[str, Part]:
+        shape = self._shapes[held.name]
+        found, at = {}, 0
+        for number, box in enumerate(Box.of_stretch(held.start, held.start + held.count, shape)):
+            count = math.prod(box.shape)
+            part = values[at : at + count].view(box.shape)
+            found[f"{name}#{number}" if number else name] = Part(part, shape, box)
+            at += count
+        return found
+
+    @torch.no_grad()
+    def load_weights(self, read: Read) -> None:
+        for held in self._held():
+            self._put(held, self._read(held, held.name, read))
+        if self._stage in (1, 2):
+            self._zero.update_lp_params()
+        elif self._stage == 3 and (whole := self._zero.persistent_parameters):
+            whole[0].partition(whole)
+            whole[0].all_gather(whole)
+
+    @torch.no_grad()
+    def load_moments(self, found: Iterable[tuple[str, str, bool]], read: Read) -> None:
+        kept = {(name, key) for name, key, _ in found}
+        if not kept:
+            return
+        for flat in self._flats():
+            moments = {key: torch.zeros_like(flat) for key in MOMENTS}
+            step = read(f"{next(iter(self._shapes))}.step", Box.whole(()))
+            self.optimizer.state[flat] = {"step": step.to(flat.device), **moments}
+        for held in self._held():
+            for key in MOMENTS:
+                if (held.name, key) in kept:
+                    self._put(held, self._read(held, f"{held.name}.{key}", read), key)
+
+    def _read(self, held: Held, name: str, read: Read) -> Tensor:
+        boxes = Box.of_stretch(held.start, held.start + held.count, self._shapes[held.name])
+        return torch.cat([read(name, box).flatten() for box in boxes])
+
+    def scaler_state(self) -> dict[str, float]:
+        return {}
+
+    def load_scaler_state(self, state: dict[str, float]) -> None:
+        pass
+
+    def _flats(self) -> list[Tensor]:
+        """What the optimizer updates."""
+        if self._stage == 0:
+            return list(self.model.parameters())
+        if self._stage == 3:
+            return list(self._zero.fp32_partitioned_groups_flat)
+        return list(self._zero.single_partition_of_fp32_groups)
+
+    def _held(self) -> Iterator[Held]:
+        parameter: Any
+        for name, parameter in self._placed.named_parameters(self.model):
+            start, count = 0, math.prod(self._shapes[name])
+            if self._stage == 3:
+                share = parameter.ds_tensor.ds_numel  # the last one's is filled up
+                start = self._placed.world.rank * share
+                count = max(0, min(share, count - start))
+            elif self._stage > 0:
+                here = parameter._hp_mapping
+                address = here and here.lp_fragment_address
+                start, count = (address.start, address.numel) if address else (0, 0)
+            if count:
+                yield Held(name, parameter, start, count)
+
+    def _values(self, held: Held, key: str | None = None) -> Tensor:
+        """This rank's values of a parameter in 32 bits, or of one of its moments."""
+        parameter, states = held.parameter, self.optimizer.state
+        if self._stage == 3:
+            utils = self._deepspeed.utils
+            found: Tensor = (
+                utils.safe_get_local_fp32_param(parameter)
+                if key is None
+                else utils.safe_get_local_optimizer_state(parameter, key)
+            )
+            return found.detach()[: held.count]
+        if self._stage == 0:
+            whole: Tensor = parameter if key is None else states[parameter][key]
+            return whole.detach().flatten()
+        here = parameter._hp_mapping
+        flat = self._zero.single_partition_of_fp32_groups[here.param_group_index]
+        values: Tensor = flat if key is None else states[flat][key]
+        return values.detach().narrow(0, here.hp_fragment_address.start, held.count)
+
+    def _put(self, held: Held, values: Tensor, key: str | None = None) -> None:
+        """The reverse of `_values`."""
+        if self._stage < 3:
+            self._values(held, key).copy_(values)
+            return
+        utils, share = self._deepspeed.utils, held.parameter.ds_tensor
+        filled = nn.functional.pad(values, (0, share.ds_numel - held.count)).to(self._device)
+        if key is None:
+            utils.safe_set_local_fp32_param(held.parameter, filled)
+            share.data.copy_(filled)
+        else:
+            utils.safe_set_local_optimizer_state(held.parameter, filled, key)
+
+
+class _Gathering:
+    """A model whose parameters ZeRO-3 gathers where a module is called; its head is not."""
+
+    def __init__(self, model: Decoder, deepspeed: Any) -> None:
+        self._model, self._deepspeed = model, deepspeed
+
+    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        loss: Tensor = self._model(tokens, targets)
+        return loss
+
+    def new_caches(self) -> list[KVCache]:
+        return self._model.new_caches()
+
+    def next_logits(self, tokens: Tensor, caches: list[KVCache]) -> Tensor:
+        last = self._model.hidden(tokens, caches)[:, -1]
+        with self._deepspeed.zero.GatheredParameters([self._model.head_weight]):
+            return logits_of(last, self._model.head_weight)
+
+
+def _import(device: torch.device) -> Any:
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    try:
+        import deepspeed
+    except ImportError as error:
+        raise UserError(
+            'engine.name = "deepspeed" needs DeepSpeed: pip install "longspan[deepspeed]"'
+        ) from error
+    deepspeed.utils.logger.setLevel("WARNING")
+    # It calls collectives by names that PyTorch is giving up, and says so at every step.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    # For inference alone; it would be compiled at the start of every first run.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed
+
+
+def _join(placed: Placement, device: torch.device) -> None:
+    """DeepSpeed reads the environment, and wants a process group even for one process."""
+    world = placed.world
+    for name, value in (
+        ("RANK", world.rank),
+        ("WORLD_SIZE", world.size),
+        ("LOCAL_RANK", world.local_rank),
+    ):
+        os.environ.setdefault(name, str(value))
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)

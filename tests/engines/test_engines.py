@@ -1,0 +1,223 @@
+"""Every engine runs the same steps, and goes on with what another has saved."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan import checkpoint
+from longspan.checkpoint import Box
+from longspan.config import Run
+from longspan.data import open_source
+from longspan.engines import Engine, open_engine
+from longspan.engines.settings import zero_stage
+from longspan.parallel.placement import placement
+from longspan.parallel.world import World
+from longspan.runfile import load_run
+from longspan.training import train
+from tests.harness import Ranks
+
+STEPS = 5
+OPTIONS = [
+    "model.hidden=32",
+    "model.layers=2",
+    "model.heads=4",
+    "model.ffn=53",  # half of such a matrix ends within a row
+    "attention.segment_lengths=[16,64]",
+    "attention.dilation_rates=[1,4]",
+    "data.source=recall",
+    "data.recall_pairs=8",
+    "data.context=64",
+    "train.warmup=2",
+    "train.lr=0.01",
+    "train.eps=1e-6",
+    "train.clip=0.5",
+    "train.schedule=constant",
+    "train.global_batch=8",
+    "train.micro_batch=2",  # two micro-batches on each of two ranks
+    "train.eval_samples=2",
+    "train.eval_every=2",
+    "track.log_every=1",
+    "track.prompt=",
+]
+DEEPSPEED = ["engine.name=deepspeed", "engine.persistence_threshold=0"]
+OFFLOADED = ["engine.offload_optimizer=cpu", "engine.offload_parameters=cpu"]
+CASES = {
+    "native 0": ["layout.zero=0"],
+    "zero 0": [*DEEPSPEED, "layout.zero=0"],
+    "zero 1": [*DEEPSPEED, "layout.zero=1"],
+    "zero 2": [*DEEPSPEED, "layout.zero=2"],
+    "zero 3": [*DEEPSPEED, "layout.zero=3"],
+    "zero 3, some whole": ["engine.name=deepspeed", "engine.persistence_threshold=100"],
+    "zero 1, offloaded": [*DEEPSPEED, "layout.zero=1", OFFLOADED[0]],
+    "zero 2, offloaded": [*DEEPSPEED, "layout.zero=2", OFFLOADED[0], "engine.overlap_comm=true"],
+    "zero 3, offloaded": [*DEEPSPEED, "layout.zero=3", *OFFLOADED],
+    "zero 3, activations anew": [*DEEPSPEED, "layout.zero=3", "train.remat=full"],
+    "zero 2, some anew": [*DEEPSPEED, "layout.zero=2", "train.remat=selective"],
+    "accelerate": ["engine.name=accelerate", "layout.zero=0"],
+}
+CHAIN = [
+    (2, [*DEEPSPEED, "layout.zero=3"]),
+    (3, ["engine.name=accelerate", "layout.zero=0"]),
+    (4, [*DEEPSPEED, "layout.zero=2"]),
+]
+"""Steps to end at, and how; one process by PyTorch itself has made the first and makes the last."""
+
+
+def run_of(world: int, *overrides: str) -> Run:
+    return load_run(None, [*OPTIONS, f"train.steps={STEPS}", *overrides], world=world)
+
+
+def as_launched(rank: int, world: int) -> None:
+    """Say in the environment what a launcher does: the engines read it."""
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in values.items()})
+
+
+def train_all(rank: int, world: int, folder: str) -> None:
+    """All in one process group: DeepSpeed keeps what it knows of one for good."""
+    as_launched(rank, world)
+    for name, options in CASES.items():
+        train(run_of(world, *options), Path(folder, name), world=World(rank, world, rank))
+    for steps, options in CHAIN:
+        run = run_of(world, *options, f"train.steps={steps}")
+        train(run, Path(folder, "chain"), resume=True, world=World(rank, world, rank))
+
+
+def refuse_steps(rank: int, world: int, options: list[list[str]]) -> list[list[float]]:
+    """Of each engine, how far this rank's weights move in four steps of which two are bad."""
+    as_launched(rank, world)
+    return [_refuse_steps(rank, world, run_of(world, *each)) for each in options]
+
+
+def _refuse_steps(rank: int, world: int, run: Run) -> list[float]:
+    device, source = torch.device("cpu"), open_source(run.data, run.model)
+    with placement(run.layout, World(rank, world, rank), device) as placed:
+        engine = open_engine(run, placed, device)
+        engine.learning_rate = 0.01
+        indices = placed.own(range(8))
+        samples = [source.sample(0, index) for index in indices]
+        moved = []
+        # One that is taken, one that is refused, one without numbers, one that is taken.
+        for scale, is_bad in ((1e-3, 0.0), (1e-3, 1.0), (float("nan"), 0.0), (1e-3, 0.0)):
+            before = _weights(engine)
+            engine.backward(samples, torch.tensor(scale))
+            engine.step(partial(_judged, is_bad))
+            moved.append(float((_weights(engine) - before).norm()))
+        return moved
+
+
+def _judged(is_bad: float, norm: Tensor, *, overflows: bool) -> Tensor:
+    return torch.tensor(is_bad) if norm.isfinite() else torch.tensor(1.0)
+
+
+def _weights(engine: Engine) -> Tensor:
+    parts = sorted(engine.parts().items())
+    own = [part.values.detach().flatten() for name, part in parts if name.startswith("model/")]
+    return torch.cat(own).clone() if own else torch.zeros(1)
+
+
+def run_apart(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+    """In processes of their own, which end with it and with all that the engines keep in them."""
+    ranks = Ranks()
+    try:
+        return ranks.run(function, world, *arguments, timeout=400)
+    finally:
+        ranks.close()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of all the cases on two ranks, and "alone" by PyTorch itself in one process."""
+    folder = tmp_path_factory.mktemp("engines")
+    train(run_of(1), folder / "alone")
+    train(run_of(1, "train.steps=1"), folder / "chain")
+    run_apart(train_all, 2, str(folder))
+    train(run_of(1), folder / "chain", resume=True)
+    return folder
+
+
+def trained(run_dir: Path) -> tuple[Tensor, dict[str, Tensor]]:
+    """Loss and gradient norm of each step, then validation losses; and all that is saved."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [x for line in lines if "loss" in line for x in (line["loss"], line["grad_norm"])]
+    seen = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    saved = run_dir / "checkpoints" / f"step-{STEPS:08d}"
+    tensors = {
+        f"{group}/{name}": x
+        for group in ("model", "optimizer")
+        for name, x in checkpoint.load(saved, group).items()
+    }
+    return torch.tensor(steps + seen[-1:], dtype=torch.float64), tensors
+
+
+@pytest.mark.parametrize("case", [*CASES, "chain"])
+def test_an_engine_does_not_change_the_run(folder: Path, case: str) -> None:
+    (losses, tensors), (expected, wanted) = trained(folder / case), trained(folder / "alone")
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+    assert tensors.keys() == wanted.keys()
+    for name, x in tensors.items():
+        assert (x - wanted[name]).norm() <= 1e-4 * wanted[name].norm(), name
+
+
+def test_each_rank_saves_its_own_part(folder: Path) -> None:
+    for case in ("zero 1", "zero 2", "zero 3"):
+        saved = checkpoint.open_checkpoint(folder / case / f"checkpoints/step-{STEPS:08d}")
+        held = [0, 0]
+        for name in saved.shapes("model"):
+            for box in saved.manifest.tensors[f"model/{name}"].boxes:
+                held[int(box.file.split(".")[0].split("-")[1])] += math.prod(box.shape)
+        assert max(held) < 1.05 * min(held)
+    assert "model-00000-1.safetensors" in saved.files  # the beginning of a row
+
+
+def test_bad_steps_are_not_taken() -> None:
+    options = [[*DEEPSPEED, f"layout.zero={stage}"] for stage in range(4)]
+    options.append([*DEEPSPEED, "layout.zero=3", *OFFLOADED])
+    options.append(["engine.name=accelerate", "layout.zero=0"])
+    for moved in run_apart(refuse_steps, 2, options)[0]:
+        assert [x > 0 for x in moved] == [True, False, False, True]
+
+
+def test_one_process_needs_no_launcher(folder: Path, tmp_path: Path) -> None:
+    for name in ("deepspeed", "accelerate"):
+        run_apart(train_one, 1, name, str(tmp_path / name))
+        (losses, _), (expected, _) = trained(tmp_path / name), trained(folder / "alone")
+        torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+def train_one(rank: int, world: int, name: str, run_dir: str) -> None:
+    torch.distributed.destroy_process_group()
+    train(run_of(1, f"engine.name={name}"), Path(run_dir))
+    if not torch.distributed.is_initialized():  # for the pool, which ends it
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+        )
+
+
+def test_the_stage_is_the_layouts() -> None:
+    assert zero_stage(run_of(2), 2) == 3
+    assert zero_stage(run_of(2, "layout.zero=0"), 2) == 0
+    assert zero_stage(run_of(2, "layout.replicate=2", "layout.shard=1"), 2) == 0
+    assert zero_stage(run_of(1, "layout.zero=2"), 1) == 2
+
+
+@pytest.mark.parametrize("shape", [(7,), (5, 3), (2, 3, 4), (1, 1)])
+def test_a_stretch_of_a_tensor_is_its_boxes(shape: tuple[int, ...]) -> None:
+    whole = Box.whole(shape)
+    x = torch.arange(torch.Size(shape).numel()).view(shape)
+    for start in range(x.numel() + 1):
+        for stop in range(start, x.numel() + 1):
+            boxes = Box.of_stretch(start, stop, shape)
+            found = [x[box.slices_of(whole)].flatten() for box in boxes]
+            assert len(boxes) <= 2 * len(shape) - 1
+            assert torch.equal(torch.cat([x.flatten()[:0], *found]), x.flatten()[start:stop])

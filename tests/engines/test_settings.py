@@ -1,0 +1,157 @@
+"""What DeepSpeed is told, what a file of the user's may say, and runs that are refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from longspan.cli import main
+from longspan.engines.settings import deepspeed_settings
+from longspan.errors import UserError
+from longspan.runfile import load_run
+
+SMALL = [
+    "model.hidden=32",
+    "model.layers=1",
+    "model.heads=2",
+    "data.source=recall",
+    "data.context=64",
+    "data.recall_pairs=4",
+    "train.global_batch=8",
+    "train.micro_batch=2",
+    "train.clip=0.5",
+]
+
+
+def settings(*overrides: str) -> dict[str, object]:
+    run = load_run(None, [*SMALL, "engine.name=deepspeed", *overrides], world=2)
+    return deepspeed_settings(run, 2)
+
+
+def test_they_follow_from_the_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["layout.zero=2", "engine.offload_optimizer=cpu", "engine.reduce_bucket=1000"]
+    command = ["config", "show", "--deepspeed", "--nproc", "2", *SMALL, *options]
+    assert main(command) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["train_batch_size"] == 8
+    assert shown["gradient_accumulation_steps"] == 2
+    assert shown["gradient_clipping"] == 0.5
+    zero = shown["zero_optimization"]
+    assert zero["stage"] == 2
+    assert zero["offload_optimizer"]["device"] == "cpu"
+    assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 1000
+
+
+def test_a_file_that_agrees_is_taken_and_may_add(tmp_path: Path) -> None:
+    file = tmp_path / "ds.json"
+    own = settings()
+    file.write_text(json.dumps(own))
+    assert settings(f"engine.deepspeed_json={file}") == own
+    added = {
+        "zero_optimization": {"stage": "auto", "sub_group_size": 1000, "reduce_bucket_size": 77},
+        "flops_profiler": {"enabled": True},
+        "train_batch_size": "auto",
+    }
+    file.write_text(json.dumps(added))
+    found = settings(f"engine.deepspeed_json={file}")
+    assert found["zero_optimization"]["sub_group_size"] == 1000  # type: ignore[index]
+    assert found["zero_optimization"]["reduce_bucket_size"] == 77  # type: ignore[index]
+    assert found["flops_profiler"] == {"enabled": True}
+    assert found["train_batch_size"] == 8
+
+
+def test_every_disagreement_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "ds.json"
+    wrong = {
+        "train_batch_size": 16,
+        "gradient_clipping": 0.5,  # this one is right
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}},
+        "optimizer": {"type": "OneBitAdam", "params": {"lr": 7, "amsgrad": True}},
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
+        "tensor_parallel": {"autotp_size": 2},
+    }
+    file.write_text(json.dumps(wrong))
+    run_dir = tmp_path / "run"
+    options = [*SMALL, "engine.name=deepspeed", f"engine.deepspeed_json={file}"]
+    assert main(["train", *options, "--run-dir", str(run_dir)]) == 2
+    said = capsys.readouterr().err
+    assert "disagree on 10 values" in said
+    for text in (
+        "train_batch_size                            16, and the run file gives 8",
+        "bf16.enabled",
+        "zero_optimization.stage",
+        "zero_optimization.offload_optimizer.device",
+        "DeepSpeed no longer has 1-bit optimizers",
+        "optimizer.params.lr",
+        "optimizer.params.amsgrad",
+        "scheduler.type",
+        "scheduler.params.warmup_num_steps",
+        "tensor_parallel",
+    ):
+        assert text in said
+    assert "gradient_clipping" not in said
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": NaN'])
+def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "ds.json").write_text(text)
+    with pytest.raises(UserError, match=r"ds\.json"):
+        settings(f"engine.deepspeed_json={tmp_path / 'ds.json'}")
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "accelerate"])
+def test_a_missing_extra_is_named(
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    run_dir = tmp_path / "run"
+    assert main(["train", *SMALL, f"engine.name={name}", "--run-dir", str(run_dir)]) == 2
+    said = capsys.readouterr().err
+    assert f'pip install "longspan[{name}]"' in said
+    assert len(said.splitlines()) == 1
+    assert not run_dir.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["layout.tensor=2"], "layout.tensor  is 2, and engine.name"),
+        (["layout.sequence=2"], "layout.sequence  is 2, and engine.name"),
+        (["layout.pipeline=2", "model.layers=2"], "layout.pipeline  is 2, and engine.name"),
+        (["layout.zero=0", "engine.offload_optimizer=cpu"], "needs layout.zero of at least 1"),
+    ],
+)
+def test_what_it_cannot_do_is_refused(options: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message.replace(".", r"\.")):
+        settings(*options)
+
+
+@pytest.mark.parametrize("mode", ["fsdp2", "deepspeed"])
+def test_accelerate_is_held_to_its_mode(
+    mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    options = ["engine.name=accelerate", f"engine.mode={mode}", "--nproc", "2"]
+    assert main(["train", *SMALL, *options, "--run-dir", str(tmp_path / "run")]) == 2
+    assert "it has made MULTI_CPU: its sharded modes need a GPU" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [["engine.name=deepspeed", "engine.persistence_threshold=0"], ["engine.name=accelerate"]],
+    ids=lambda options: options[0],
+)
+def test_verify_compares_engines(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    zero = "layout.zero=0" if "accelerate" in options[0] else "layout.zero=3"
+    command = ["verify", *SMALL, *options, zero, "--nproc", "2", "--steps", "3", "--json"]
+    assert main(command) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["agrees"]
+    assert report["layout"].endswith(f"by {options[0].removeprefix('engine.name=')}")
