@@ -34,7 +34,8 @@ WAYS = {
 
 def main() -> None:
     size = ["model.preset=350m", "data.context=8192", "train.micro_batch=2"]
-    size += ["train.global_batch=4", "model.vocab=32000"]
+    size += ["train.global_batch=4", "model.vocab=32000", "data.source=recall"]
+    size += ["train.compile=false"]  # which ZeRO-3 does not allow
     has_gpu = torch.cuda.is_available()
     fixed = [f"train.steps={STEPS}", "track.log_every=1", "track.prompt=", "train.eval_samples=1"]
     options = [*(size if has_gpu else []), *fixed, "checkpoint.every=0", *sys.argv[1:]]

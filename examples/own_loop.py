@@ -18,4 +18,5 @@ for _ in range(20):
     optimizer.step()
     optimizer.zero_grad()
 print(f"rank {torch.distributed.get_rank()}: loss {loss.item():.4f}")
+del model  # before the process group: its end would wait for a thread that waits for Python
 torch.distributed.destroy_process_group()

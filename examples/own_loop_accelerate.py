@@ -22,4 +22,5 @@ for _ in range(20):
     optimizer.step()
     optimizer.zero_grad()
 print(f"rank {accelerator.process_index}: loss {loss.item():.4f}")
+model, optimizer = accelerator.free_memory(model, optimizer)  # before the process group
 accelerator.end_training()

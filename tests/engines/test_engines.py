@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -221,3 +223,36 @@ def test_a_stretch_of_a_tensor_is_its_boxes(shape: tuple[int, ...]) -> None:
             found = [x[box.slices_of(whole)].flatten() for box in boxes]
             assert len(boxes) <= 2 * len(shape) - 1
             assert torch.equal(torch.cat([x.flatten()[:0], *found]), x.flatten()[start:stop])
+
+
+ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_an_engine_does_not_change_the_run(tmp_path: Path) -> None:
+    """Accelerate's sharded modes as well, which it has only there."""
+    pytest.importorskip("deepspeed")
+    ways = {
+        "native": [],
+        **{f"zero {n}": [*DEEPSPEED, f"layout.zero={n}"] for n in range(4)},
+        "offloaded": [*DEEPSPEED, "layout.zero=3", *OFFLOADED],
+        **{
+            f"accelerate {mode}": ["engine.name=accelerate", f"engine.mode={mode}", "layout.zero=2"]
+            for mode in ("plain", "fsdp2", "deepspeed")
+        },
+    }
+    options = [*OPTIONS, f"train.steps={STEPS}", "train.device=cuda", "train.precision=fp32"]
+    options.append("train.compile=false")
+    for port, (name, own) in enumerate(ways.items(), 29600):
+        command = [sys.executable, "-m", "longspan", "train", *options, *own]
+        subprocess.run(
+            [*command, "--run-dir", str(tmp_path / name)],
+            env={**os.environ, **ALONE, "MASTER_PORT": str(port)},
+            check=True,
+        )
+    expected, wanted = trained(tmp_path / "native")
+    for name in ways:
+        losses, tensors = trained(tmp_path / name)
+        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0, msg=name)
+        for key, x in tensors.items():
+            assert (x - wanted[key]).norm() <= 1e-3 * wanted[key].norm(), (name, key)

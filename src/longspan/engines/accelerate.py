@@ -80,7 +80,8 @@ class Accelerate(Native):
             self.model, build_optimizer(self.model, run.train)
         )
         wrapper = {"fsdp2": FSDPModule, "plain": DistributedDataParallel}[mode]
-        if placed.world.size > 1 and not isinstance(self.module, wrapper):
+        wraps = placed.world.size > 1 or mode == "fsdp2"
+        if wraps and not isinstance(self.module, wrapper):
             raise UserError(
                 f"Accelerate was asked for {wrapper.__name__} over {placed.world.size} processes "
                 f"and made a {type(self.module).__name__}: use another engine.mode"
@@ -132,8 +133,7 @@ def _accelerator(library: Any, device: torch.device, **plugins: Any) -> Any:
 
 def _check(accelerator: Any, mode: str, placed: Placement) -> None:
     found, size = accelerator.distributed_type.value, accelerator.num_processes
-    plain = ("NO",) if placed.world.size == 1 else ("MULTI_CPU", "MULTI_GPU")
-    expected = plain if mode == "plain" else (TYPES[mode],)
+    expected = ("NO", "MULTI_CPU", "MULTI_GPU") if mode == "plain" else (TYPES[mode],)
     if size != placed.world.size:
         raise UserError(
             f"Accelerate runs {size} processes and there are {placed.world.size}: start them with "
