@@ -15,7 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -182,19 +182,26 @@ class DeepSpeed:
             self._put(held, self._read(held, held.name, read))
         if self._stage in (1, 2):
             self._zero.update_lp_params()
-        elif self._stage == 3 and (whole := self._zero.persistent_parameters):
-            whole[0].partition(whole)
-            whole[0].all_gather(whole)
+        if self._stage == 3:
+            for group in range(len(self._flats())):
+                with self._swapped_in(group):
+                    self._zero._reassign_or_swap_out_partitioned_parameters(group)
+            if whole := self._zero.persistent_parameters:
+                whole[0].partition(whole)
+                whole[0].all_gather(whole)
 
     @torch.no_grad()
     def load_moments(self, found: Iterable[tuple[str, str, bool]], read: Read) -> None:
         kept = {(name, key) for name, key, _ in found}
         if not kept:
             return
-        for flat in self._flats():
-            moments = {key: torch.zeros_like(flat) for key in MOMENTS}
-            step = read(f"{next(iter(self._shapes))}.step", Box.whole(()))
-            self._adamw.state[flat] = {"step": step.to(flat.device), **moments}
+        step = read(f"{next(iter(self._shapes))}.step", Box.whole(()))
+        for group, flat in enumerate(self._flats()):
+            state = self._adamw.state[flat]
+            if not state:
+                with self._swapped_in(group):
+                    state |= {key: torch.zeros_like(flat) for key in MOMENTS}
+            state["step"] = step.to(flat.device, copy=True)
         for held in self._held():
             for key in MOMENTS:
                 if (held.name, key) in kept:
@@ -236,34 +243,53 @@ class DeepSpeed:
     def _values(self, held: Held, key: str | None = None) -> Tensor:
         """This rank's values of a parameter in 32 bits, or of one of its moments."""
         parameter, states = held.parameter, self._adamw.state
-        if self._stage == 3:
-            utils = self._deepspeed.utils
-            found: Tensor = (
-                utils.safe_get_local_fp32_param(parameter)
-                if key is None
-                else utils.safe_get_local_optimizer_state(parameter, key)
-            )
-            return found.detach()[: held.count]
         if self._stage == 0:
             whole: Tensor = parameter if key is None else states[parameter][key]
             return whole.detach().flatten()
-        here = parameter._hp_mapping
-        flat = self._zero.single_partition_of_fp32_groups[here.param_group_index]
+        if self._stage == 3:
+            group, start, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            if self._is_swapped(group):
+                utils = self._deepspeed.utils
+                found: Tensor = (
+                    utils.safe_get_local_fp32_param(parameter)
+                    if key is None
+                    else utils.safe_get_local_optimizer_state(parameter, key)
+                )
+                return found[: held.count].to("cpu", copy=True)  # the next one's are read there too
+        else:
+            group = parameter._hp_mapping.param_group_index
+            start = parameter._hp_mapping.hp_fragment_address.start
+        flat = self._flats()[group]
         values: Tensor = flat if key is None else states[flat][key]
-        return values.detach().narrow(0, here.hp_fragment_address.start, held.count)
+        return values.detach().narrow(0, start, held.count)
 
     def _put(self, held: Held, values: Tensor, key: str | None = None) -> None:
         """The reverse of `_values`."""
-        if self._stage < 3:
+        group = 0
+        if self._stage == 3:
+            group, *_ = self._zero.grad_position[self._zero.get_param_id(held.parameter)]
+        if not self._is_swapped(group):
             self._values(held, key).copy_(values)
             return
-        utils, share = self._deepspeed.utils, held.parameter.ds_tensor
-        filled = nn.functional.pad(values, (0, share.ds_numel - held.count)).to(self._device)
+        utils, share = self._deepspeed.utils, held.parameter.ds_tensor.ds_numel
+        filled = nn.functional.pad(values, (0, share - held.count))
         if key is None:
             utils.safe_set_local_fp32_param(held.parameter, filled)
-            share.data.copy_(filled)
         else:
             utils.safe_set_local_optimizer_state(held.parameter, filled, key)
+
+    def _is_swapped(self, group: int) -> bool:
+        """Whether ZeRO-3 keeps a group of parameters and their moments on a disk."""
+        return self._stage == 3 and bool(self._zero._swappable_optimizer_subgroup(group))
+
+    @contextmanager
+    def _swapped_in(self, group: int) -> Iterator[None]:
+        """Around what is done to a group of parameters or their moments."""
+        if self._is_swapped(group):
+            self._zero._optimizer_states_and_gradient_swap_in(group)
+        yield
+        if self._is_swapped(group):
+            self._zero._optimizer_states_and_gradient_swap_out(group)
 
 
 class _Gathering:
