@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "runfile": {"config", "rules", "errors"},
     "attention": {"config"},
     "nn": {"attention", "config"},
-    "models": {"nn", "attention", "config"},
+    "models": {"nn", "attention", "config", "runfile"},
     "data": {"config"},
     "parallel": {"models", "nn", "attention", "config"},
     "engines": {"parallel", "models", "nn", "attention", "data", "checkpoint", "config"},

@@ -1,20 +1,21 @@
 """The verbs. Each is a thin call into a room; none imports torch until it must.
 
-Exit codes: 0 done; 2 the user's input is wrong; 3 stopped on request with a checkpoint saved;
-1 anything else.
+Exit codes: 0 done; 2 the user's input is wrong; 3 stopped on request with a checkpoint saved (0
+under a torchrun that restarts); 1 anything else.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from longspan import __version__
-from longspan.errors import Diverged, Stopped, UserError
+from longspan.errors import Diverged, OutOfMemory, Stopped, UserError
 
 DONE, FAILED, WRONG_INPUT, STOPPED = 0, 1, 2, 3
 
@@ -32,9 +33,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(ended.code or DONE)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
-        return STOPPED
+        # torchrun would start it again after any other code, and has no word for this one.
+        return DONE if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else STOPPED
     except Diverged as error:
         print(f"longspan: {error}", file=sys.stderr)
+        return FAILED
+    except OutOfMemory as error:  # of one rank perhaps, and not of that which has the console
+        from longspan.launching.local import leave_word
+
+        if not leave_word(str(error)):
+            print(f"longspan: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("longspan: interrupted; nothing more was saved", file=sys.stderr)
@@ -80,6 +88,13 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         metavar="N",
         help="start N processes on this machine; under torchrun the environment says it",
+    )
+    train.add_argument(
+        "--restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --nproc: resume up to N times after a process has failed (0)",
     )
     train.set_defaults(verb=_train)
 
@@ -237,6 +252,11 @@ def _train(args: argparse.Namespace) -> None:
             if args.nproc < 1
             else f"--nproc {args.nproc} within a world of {world.size} processes: leave it out"
         )
+    if args.restarts < 0 or (args.restarts and (args.nproc or 1) < 2):
+        raise UserError(
+            f"--restarts is a number from 0 on and goes with --nproc of at least 2, got "
+            f"{args.restarts}; torchrun has --max-restarts"
+        )
     file, overrides = _split_items(args.items)
     if file is None and args.resume:
         file = saved_run_file(args.resume)
@@ -287,10 +307,16 @@ def _train_in_processes(args: argparse.Namespace, run_dir: Path) -> None:
     from longspan.training.folder import check_run_folder
 
     check_run_folder(run_dir, resume=args.resume is not None)
-    where = ["--resume" if args.resume else "--run-dir", str(run_dir)]
-    program = [sys.executable, "-m", "longspan", "train"]
-    command = [*program, *args.items, *where, *(["--json"] if args.json else [])]
-    code = run_processes(command, args.nproc, run_dir / "logs")
+    program = [sys.executable, "-m", "longspan", "train", *args.items]
+    options = ["--json"] if args.json else []
+    where, left = ["--resume" if args.resume else "--run-dir", str(run_dir)], args.restarts
+    while True:
+        code = run_processes([*program, *where, *options], args.nproc, run_dir / "logs")
+        if code != FAILED or left == 0 or not (run_dir / "run.toml").exists():
+            break
+        left -= 1
+        print(f"longspan: starting again, then {left} more times", file=sys.stderr)
+        where = ["--resume", str(run_dir)]
     if code != DONE:
         raise SystemExit(code)
 

@@ -113,6 +113,8 @@ class Data(Section):
     """Tokens per sample."""
     recall_pairs: Positive = 16
     """Key-value pairs in each sequence of the "recall" source."""
+    accept_changed: bool = False
+    """Whether a run may go on with other data than its checkpoint was trained with."""
 
 
 DILATED_KEYS = ("segment_lengths", "dilation_rates")
@@ -214,6 +216,9 @@ class Train(Section):
     """How often it may do that."""
     hang_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds without progress after which a rank says where all are, and ends the run."""
+    halve_on_oom: bool = False
+    """Whether a run that is out of memory goes on from its newest checkpoint with half the
+    micro-batch, and the same global batch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where to run: "auto" is a CUDA GPU where there is one."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"

@@ -2,8 +2,9 @@
 
 The run is trained once unbroken. Then it is trained once more, broken at random points by random
 faults and resumed each time, and its last checkpoint is compared with the unbroken one, byte by
-byte. Faults are injected by the run itself at exact points (`faults.py`), so that a seed gives the
-same drill; checkpoints are damaged while the run is down.
+byte. In both, the loss of some steps is no number: neither may take them. Faults are injected by
+the run itself at exact points (`faults.py`), so that a seed gives the same drill; checkpoints are
+damaged while the run is down.
 """
 
 from __future__ import annotations
@@ -25,13 +26,14 @@ from longspan.checkpoint import all_in
 from longspan.checkpoint.format import remove
 from longspan.config import Run
 from longspan.errors import UserError
-from longspan.faults import FAULT, LOG, PARENT
+from longspan.faults import FAULT, LOG, PARENT, POISON
 from longspan.runfile import load_run
 
 POINTS = ("step", "staging", "writing", "naming", "pruning", "evaluation", "start")
 DAMAGES = ("flip a byte", "cut a file short", "remove a file", "remove the manifest")
 TIMEOUT_S = 600.0
 HANG_S = 30.0
+STEPS_PER_POISON = 15
 ON_MAIN_ALONE = ("naming", "pruning")
 
 
@@ -78,7 +80,8 @@ class Outcome:
 @dataclass(frozen=True)
 class Report:
     outcomes: list[Outcome]
-    every: int
+    poisoned: list[int]
+    """Steps whose loss was no number."""
     same_bytes: bool
     wrong: list[str]
 
@@ -96,6 +99,7 @@ class Report:
             code = "–" if o.exit_code is None else str(o.exit_code)
             row = f"{o.fault:<44}{code:>5}{o.at_step:>6}{o.steps_lost:>6}{ended:>10}{back:>9}"
             rows.append(row)
+        rows.append(f"no number as loss in steps {', '.join(map(str, self.poisoned))}: not taken")
         rows += self.wrong
         end = "the same bytes as" if self.same_bytes else "NOT THE BYTES OF"
         rows.append(f"after {len(self.outcomes)} faults: {end} the unbroken run")
@@ -135,6 +139,8 @@ class _Drill:
         self._log, self._console = folder / "fault", folder / "console"
         self._wrong: list[str] = []
         self._kept, self._spec, self._full_at = 0, "", 0
+        steps = range(2, run.train.steps)
+        self._poisoned = sorted(chance.sample(steps, max(1, len(steps) // STEPS_PER_POISON)))
 
     def report(self, faults: int) -> Report:
         self._finish(self._unbroken)
@@ -144,9 +150,13 @@ class _Drill:
             outcomes.append(outcome)
             self._start_over_if_done()
         self._finish(self._broken, outcomes)
-        ends = (folder / "checkpoints" for folder in (self._unbroken, self._broken))
-        a, b = (_files(all_in(folder)[-1]) for folder in ends)
-        return Report(outcomes, self._run.checkpoint.every, a == b, self._wrong)
+        both = (self._unbroken, self._broken)
+        for folder in both:
+            lost = [line["step"] for line in _lines(folder) if line.get("loss", 0.0) is None]
+            if lost != self._poisoned:
+                self._wrong.append(f"{folder.name}: no number as loss in steps {lost}")
+        a, b = (_files(all_in(folder / "checkpoints")[-1]) for folder in both)
+        return Report(outcomes, self._poisoned, a == b, self._wrong)
 
     def _pick(self) -> Fault:
         chance, every = self._chance, self._run.checkpoint.every
@@ -255,23 +265,14 @@ class _Drill:
         where = ["--resume" if resumes else "--run-dir", str(run_dir)]
         many = ["--nproc", str(self._nproc)] if self._nproc > 1 else []
         command = [sys.executable, "-m", "longspan", "train", *self._items, *many, *where]
+        poison = {POISON: ",".join(map(str, self._poisoned))}
         with self._console.open("wb") as log:
             return subprocess.Popen(
-                command, env={**os.environ, **environment}, stdout=log, stderr=log
+                command, env={**os.environ, **poison, **environment}, stdout=log, stderr=log
             )
 
-    def _lines(self) -> list[dict[str, Any]]:
-        file = self._broken / "metrics.jsonl"
-        found = []
-        for line in file.read_text().splitlines() if file.exists() else []:
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                break  # cut short by the fault
-        return found
-
     def _last_step(self) -> int:
-        return max((line["step"] for line in self._lines()), default=0)
+        return max((line["step"] for line in _lines(self._broken)), default=0)
 
     def _until(self, condition: Any) -> None:
         deadline = time.monotonic() + TIMEOUT_S
@@ -279,6 +280,17 @@ class _Drill:
             if time.monotonic() > deadline:
                 raise UserError(f"nothing happened for {TIMEOUT_S:.0f} s")
             time.sleep(0.01)
+
+
+def _lines(run_dir: Path) -> list[dict[str, Any]]:
+    file = run_dir / "metrics.jsonl"
+    found = []
+    for line in file.read_text().splitlines() if file.exists() else []:
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            break  # cut short by the fault
+    return found
 
 
 def _alive(launcher: int) -> bool:

@@ -24,6 +24,10 @@ class Diverged(Exception):
     """The loss is no longer a number."""
 
 
+class OutOfMemory(Exception):
+    """A step did not fit into the memory; the message says what filled it and what would help."""
+
+
 def first_problem(error: ValidationError) -> str:
     """What is wrong with a file's JSON, in one line: where, and what was expected."""
     detail = error.errors()[0]

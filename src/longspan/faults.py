@@ -7,22 +7,30 @@ LONGSPAN_FAULT=ACTION@POINT:RANK:N breaks it the N-th time that a rank reaches a
 - terminate: that process gets SIGTERM, as from a scheduler
 - stop: the process stands still, as by SIGSTOP
 - full: the disk is full, at this point and from then on for a while
+- memory: there is no more memory
+- slow: the process takes half a second more, this time and from then on
 
-LONGSPAN_FAULT_LOG names a file to which the moment is written.
+LONGSPAN_FAULT_LOG names a file to which the moment is written. LONGSPAN_POISON=12,40 makes the loss
+of those steps no number, every time that they are done, as bad samples would.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
 FAULT, LOG = "LONGSPAN_FAULT", "LONGSPAN_FAULT_LOG"
+POISON = "LONGSPAN_POISON"
 PARENT = "LONGSPAN_PARENT"
 """Set by the launcher of several processes: its own number."""
+
+LASTS = {"full": 1, "slow": sys.maxsize}
+"""How often a fault comes again after the first time."""
 
 _reached: Counter[str] = Counter()
 _listener: Callable[[str], None] | None = None
@@ -46,11 +54,16 @@ def reach(point: str) -> None:
     where, rank, number = place.split(":")
     if (where, rank) != (point, os.environ.get("RANK", "0")):
         return
-    if _reached[point] == int(number):
+    since = _reached[point] - int(number)
+    if since == 0:
         Path(os.environ[LOG]).write_text(repr(time.time()))
+    if 0 <= since <= LASTS.get(action, 0):
         _act(action)
-    elif action == "full" and int(number) < _reached[point] <= int(number) + 1:
-        _act(action)
+
+
+def is_poisoned(step: int) -> bool:
+    """Whether the loss of a step is to be no number; the first is step 1."""
+    return str(step) in os.environ.get(POISON, "").split(",")
 
 
 def _act(action: str) -> None:
@@ -66,3 +79,7 @@ def _act(action: str) -> None:
             os.kill(launcher, signal.SIGTERM)
         case "full":
             raise OSError(28, "No space left on device (a drill)")
+        case "memory":
+            raise MemoryError("Tried to allocate 1 GiB (a drill)")
+        case "slow":
+            time.sleep(0.5)

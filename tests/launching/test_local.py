@@ -201,5 +201,43 @@ def test_a_hang_ends_and_names_the_rank(tmp_path: Path, action: str, point: str)
     )  # fmt: skip
     assert done.returncode == 1
     where = f"furthest behind is rank 1 at {point} after step 3"
-    assert f"nothing has moved on rank 0 for 8 s; {where}" in done.stderr
+    assert "nothing has moved on rank 0 for 8 s, which waits in gloo:" in done.stderr
+    assert where in done.stderr
+    assert f"the others wait for rank 1 at {point} after step 3" in done.stderr  # before it ends
+    history = (tmp_path / "run" / "history.jsonl").read_text()
+    assert f"a hang, furthest behind rank 1 at {point}" in history
     assert "in train_step" in done.stderr  # what rank 0 is doing
+
+
+SAVED = ["train.steps=6", "checkpoint.every=2", "checkpoint.asynchronous=false"]
+
+
+def test_a_run_is_started_again_as_often_as_asked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 is killed in the third step of every start."""
+    monkeypatch.setenv(FAULT, "kill@step:1:3")
+    monkeypatch.setenv(LOG, str(tmp_path / "fault"))
+    run_dir = tmp_path / "run"
+    command = ["train", *SMALL, *SAVED, "--nproc", "2", "--run-dir", str(run_dir)]
+    assert main([*command, "--restarts", "1"]) == 1
+    assert capfd.readouterr().err.count("rank 1 was ended by SIGKILL") == 2
+    assert main(["train", *SMALL, *SAVED, "--nproc", "2", "--resume", str(run_dir)]) == 0
+    assert "2 restarts" in capfd.readouterr().err
+    assert main(["train", *SMALL, "--restarts", "2"]) == 2
+    assert "goes with --nproc" in capfd.readouterr().err
+
+
+def test_a_rank_out_of_memory_tells_and_all_go_on_with_half_the_micro_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(FAULT, "memory@backward:1:5")
+    monkeypatch.setenv(LOG, str(tmp_path / "fault"))
+    batch = ["train.global_batch=8", "train.micro_batch=4", "train.halve_on_oom=true"]
+    run_dir = tmp_path / "run"
+    where = ["--nproc", "2", "--restarts", "2", "--run-dir", str(run_dir)]
+    assert main(["train", *SMALL, *SAVED, *batch, *where]) == 0
+    error = capfd.readouterr().err
+    assert "longspan: rank 1 failed:\nout of memory in step 5" in error
+    assert "train.micro_batch is 2 and not 4" in error
+    assert (run_dir / "micro_batch").read_text() == "2\n"

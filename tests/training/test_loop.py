@@ -228,14 +228,17 @@ def test_resume_refuses_other_data_and_another_model(shards: Path, tmp_path: Pat
     train(small_run(shards, "train.steps=2"), tmp_path / "run")
     (tmp_path / "in.txt").write_text("other words " * 40)
     build([tmp_path / "in.txt"], tmp_path / "other", validation=0)
-    with pytest.raises(UserError, match="was trained with data SHA-256 ="):
+    with pytest.raises(UserError, match=r"data\.accept_changed=true$") as refused:
         train(small_run(tmp_path / "other", "train.steps=4"), tmp_path / "run", resume=True)
+    was, now = str(refused.value).splitlines()[1:3]
+    assert "data was tokens: train" in was
+    assert "data is  tokens: train 481" in now
     for change, message in [
-        ("data.context=32", "trained with data.context = 64, and the run has 32"),
-        ("train.seed=5", "trained with train.seed = 0, and the run has 5"),
-        ("model.hidden=64", "trained with model.hidden = 32, and the run has 64"),
-        ("model.heads=4", "trained with model.heads = 2, and the run has 4"),  # of equal shapes
-        ("model.rope_base=123.0", "trained with model.rope_base = None, and the run has 123"),
+        ("data.context=32", r"data.context was 64\n +data.context is  32"),
+        ("train.seed=5", r"train.seed was 0\n +train.seed is  5"),
+        ("model.hidden=64", r"model.hidden was 32\n +model.hidden is  64"),
+        ("model.heads=4", r"model.heads was 2\n +model.heads is  4"),  # of equal shapes
+        ("model.rope_base=123.0", r"model.rope_base was None\n +model.rope_base is  123"),
         ("attention.dilation_rates=[1,2]", "attention.dilation_rates"),
     ]:
         with pytest.raises(UserError, match=message):
@@ -268,3 +271,17 @@ def test_recall_trains_on_its_answers_only(tmp_path: Path) -> None:
     assert result.baseline == "chance"
     assert result.baseline_loss == pytest.approx(math.log(16))
     assert result.sample is None
+
+
+def test_changed_data_is_taken_where_it_is_accepted(
+    shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    train(small_run(shards, "train.steps=2"), tmp_path / "run")
+    (tmp_path / "in.txt").write_text("other words " * 40)
+    build([tmp_path / "in.txt"], tmp_path / "other", validation=0)
+    accepted = small_run(tmp_path / "other", "train.steps=4", "data.accept_changed=true")
+    assert train(accepted, tmp_path / "run", resume=True).step == 4
+    assert "longspan: going on with other data\n  data was tokens" in capfd.readouterr().err
+    with pytest.raises(UserError, match=r"train\.seed was 0"):
+        train(accepted.model_copy(update={"train": accepted.train.model_copy(update={"seed": 7})}),
+              tmp_path / "run", resume=True)  # fmt: skip

@@ -350,4 +350,8 @@ def test_the_history_tells_what_a_failure_lost(
     lines = [json.loads(x) for x in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]
     starts = [(line["step"], line["lost_steps"]) for line in lines if line["event"] == "start"]
     assert starts == [(0, 0), (2, 1)]
-    assert "1 restarts, 1 steps lost" in capfd.readouterr().err
+    metrics = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (found,) = [line for line in metrics if "goodput" in line]
+    assert 0 < found["goodput"] < 1
+    assert found["causes"] == {"RuntimeError: a fault": 1}
+    assert "1 restarts (1 × RuntimeError: a fault), 1 steps lost" in capfd.readouterr().err

@@ -106,7 +106,7 @@ class AccelerateDeepSpeed(DeepSpeed):
         plugin = library.DeepSpeedPlugin(hf_ds_config=settings)
         accelerator = _accelerator(library, self._device, deepspeed_plugin=plugin)
         _check(accelerator, "deepspeed", self._placed)
-        engine, _ = accelerator.prepare(self.model, self._adamw)
+        engine, _ = accelerator.prepare(self.model, self.optimizer)
         return engine
 
 

@@ -80,8 +80,8 @@ class DeepSpeed:
             if run.train.compile is True:
                 block.compile(fullgraph=True)
             self.model.blocks[index] = rematerialised(block, run.train)
-        self._adamw = build_optimizer(self.model, run.train)
-        self._adamw.register_step_pre_hook(self._before_update)
+        self.optimizer = build_optimizer(self.model, run.train)
+        self.optimizer.register_step_pre_hook(self._before_update)
         self._engine = self._initialize(settings)
         self._zero = self._engine.optimizer
         self.module: nn.Module = self._engine
@@ -99,7 +99,7 @@ class DeepSpeed:
 
     def _initialize(self, settings: Settings) -> Any:
         engine, *_ = self._deepspeed.initialize(
-            model=self.model, optimizer=self._adamw, config=settings, dist_init_required=False
+            model=self.model, optimizer=self.optimizer, config=settings, dist_init_required=False
         )
         return engine
 
@@ -115,11 +115,11 @@ class DeepSpeed:
 
     @property
     def learning_rate(self) -> float:
-        return float(self._adamw.param_groups[0]["lr"])
+        return float(self.optimizer.param_groups[0]["lr"])
 
     @learning_rate.setter
     def learning_rate(self, lr: float) -> None:
-        set_learning_rate(self._adamw, lr)
+        set_learning_rate(self.optimizer, lr)
 
     def backward(self, samples: list[Sample], scale: Tensor) -> Tensor:
         total, size = torch.zeros((), device=self._device), self._run.train.micro_batch
@@ -152,14 +152,14 @@ class DeepSpeed:
         assert self._judge is not None
         self._norm = norm.float()
         is_bad = self._judge(self._norm, overflows=False)
-        self._adamw.found_inf = is_bad  # type: ignore[attr-defined]
+        self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
 
     def is_finite(self) -> bool:
         return all(bool(self._values(held).isfinite().all()) for held in self._each())
 
     def parts(self) -> dict[str, Part]:
         own: dict[str, Part] = {}
-        states = self._adamw.state
+        states = self.optimizer.state
         keys = [None, *(MOMENTS if states else ())]
         for held in self._each() if self._stage or self._placed.world.is_main else ():
             for key in keys:
@@ -204,7 +204,7 @@ class DeepSpeed:
             return
         step = read(f"{next(iter(self._shapes))}.step", Box.whole(()))
         for group, flat in enumerate(self._flats()):
-            state = self._adamw.state[flat]
+            state = self.optimizer.state[flat]
             if not state:
                 with self._swapped_in(group, changes=True):
                     state |= {key: torch.zeros_like(flat) for key in MOMENTS}
@@ -262,7 +262,7 @@ class DeepSpeed:
     def _values(self, held: Held, key: str | None = None) -> Tensor:
         """This rank's values of a parameter in 32 bits, or of one of its moments."""
         flat = held.parameter if self._stage == 0 else self._flats()[held.group]
-        values: Tensor = flat if key is None else self._adamw.state[flat][key]
+        values: Tensor = flat if key is None else self.optimizer.state[flat][key]
         return values.detach().flatten().narrow(0, held.place, held.count)
 
     def _is_swapped(self, group: int) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from longspan.attention import KVCache
 from longspan.checkpoint import Box, Part
@@ -42,6 +43,7 @@ class Engine(Protocol):
     """The model, with the names that its parameters have in one process."""
     module: nn.Module
     """What a step calls."""
+    optimizer: Optimizer
     learning_rate: float
 
     @property

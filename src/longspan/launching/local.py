@@ -122,22 +122,46 @@ def _report(codes: Sequence[int | None], logs: Path, *, quiet: bool) -> int:
 
 
 def join_launcher() -> None:
-    """In a process that `run_processes` started: end with it, and leave the traceback to it."""
-    parent, file = os.environ.get(PARENT), os.environ.get(TRACEBACK)
-    if parent is None or file is None:
-        return
-    if sys.platform == "linux":
+    """In a process that `run_processes` or torchrun started: end with it, and tell it why.
+
+    An agent of torchrun that is killed leaves its workers behind, which would train on beside
+    those that take their place.
+    """
+    parent, agent = os.environ.get(PARENT), os.environ.get("TORCHELASTIC_RUN_ID")
+    if (parent or agent) and sys.platform == "linux":
         import ctypes
 
         with contextlib.suppress(OSError):
             ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: however it dies
-        if os.getppid() != int(parent):  # it died before this was asked for
+        if parent and os.getppid() != int(parent):  # it died before this was asked for
             os._exit(1)
+    if agent and os.environ.get("RANK") == "0":
+        _warn_of_shared_store()
 
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        Path(file).write_text("".join(traceback.format_exception(kind, error, trace)))
+        leave_word("".join(traceback.format_exception(kind, error, trace)))
 
-    sys.excepthook = leave
+    if TRACEBACK in os.environ:
+        sys.excepthook = leave
+
+
+def leave_word(text: str) -> bool:
+    """Let the launcher tell why this process ends; False where there is none."""
+    file = os.environ.get(TRACEBACK)
+    if file is not None:
+        Path(file).write_text(text)
+    return file is not None
+
+
+def _warn_of_shared_store() -> None:
+    shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shares and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        print(
+            "longspan: torchrun's workers may hang when they are started again, since they read "
+            "addresses of those before them: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and give "
+            "torchrun --standalone or --rdzv-backend c10d",
+            file=sys.stderr,
+        )
 
 
 def _free_port() -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,7 @@ from longspan.attention import Dense, KVCache, Pattern, attend, pattern_of
 from longspan.config import Model, Run
 from longspan.errors import UserError
 from longspan.nn import RMSNorm, SwiGLU, apply_rope, cross_entropy_sum, logits_of, rope_table
+from longspan.runfile import load_run
 
 
 class SelfAttention(nn.Module):
@@ -126,6 +128,20 @@ def build_decoder(run: Run, device: torch.device) -> Decoder:
         for name, weight in model.named_parameters():
             weight.copy_(initial_weight(run.model, run.train.seed, name, weight.shape))
     return model
+
+
+def create_model(*items: str, device: torch.device | str = "cpu") -> Decoder:
+    """A model for a loop of your own, from what `longspan train` takes: a run file and overrides.
+
+    `create_model("run.toml", "model.hidden=256")(tokens, targets)`, both (batch, tokens), gives the
+    sum of the loss over all targets but −100.
+    """
+    files = [item for item in items if "=" not in item]
+    if len(files) > 1:
+        raise UserError(f"expected one run file, got {', '.join(files)}")
+    overrides = [item for item in items if "=" in item]
+    run = load_run(Path(files[0]) if files else None, overrides, world=None)
+    return build_decoder(run, torch.device(device))
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

@@ -50,6 +50,7 @@ from longspan.config import Layout, Run
 from longspan.models import Decoder
 from longspan.models.decoder import allocate, initial_weight
 from longspan.parallel.pipeline import Around, Pipelined, keep_own_layers
+from longspan.parallel.recorder import record_collectives
 from longspan.parallel.remat import rematerialised
 from longspan.parallel.sequence import shards_of, split_by_sequence
 from longspan.parallel.tensor import split_by_tensor
@@ -331,6 +332,7 @@ def placement(
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     joined = dist.is_initialized()
     if not joined:
+        record_collectives()
         dist.init_process_group(backend, timeout=timedelta(seconds=hang_s + 60))
     ranks = layout.resolve(world.size)
     shared = {**ranks, "shard": ranks["shard"] * ranks["sequence"]}

@@ -8,10 +8,15 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+HISTORY = "history.jsonl"
+"""Its place in a run's folder."""
+WITHOUT_A_WORD = "ended without a word, as by SIGKILL"
 
 
 class History:
@@ -41,6 +46,18 @@ class History:
         return found
 
 
+def cause_of_end(lines: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why the run ended the last time; None where it has not begun or came to its end."""
+    if not lines:
+        return None
+    match lines[-1]:
+        case {"event": "end", "was_asked_to_stop": asked}:
+            return "asked to stop" if asked else None
+        case {"event": "failure", "cause": cause}:
+            return str(cause)
+    return WITHOUT_A_WORD
+
+
 @dataclass(frozen=True)
 class Goodput:
     """How much of a run's time, from its first start, went into steps that were kept."""
@@ -48,6 +65,8 @@ class Goodput:
     productive_s: float
     wall_s: float
     restarts: int
+    causes: dict[str, int]
+    """Of the restarts, and how often each."""
     lost_steps: int
     blocked_s: float
     best_interval_s: float | None
@@ -58,9 +77,11 @@ class Goodput:
         return self.productive_s / self.wall_s if self.wall_s > 0 else 0.0
 
     def __str__(self) -> str:
+        causes = ", ".join(f"{count} × {cause}" for cause, count in self.causes.items())
+        restarts = f"{self.restarts} restarts" + (f" ({causes})" if causes else "")
         text = (
             f"goodput {self.share:.0%}: {self.productive_s:.0f} s of {self.wall_s:.0f} s went into "
-            f"steps that count; {self.restarts} restarts, {self.lost_steps} steps lost, "
+            f"steps that count; {restarts}, {self.lost_steps} steps lost, "
             f"{self.blocked_s:.1f} s waiting for saves"
         )
         if self.best_interval_s is not None:
@@ -81,8 +102,11 @@ def goodput(
             tokens = line["tokens"]
     wall = now - float(starts[0]["time"]) if starts else 0.0
     lost = [int(line.get("lost_steps", 0)) for line in history]
-    failures = sum(1 for line in starts[1:] if not line.get("was_asked_to_stop"))
+    causes = Counter(str(line["cause"]) for line in starts[1:] if line.get("cause"))
+    failures = causes.total() - causes["asked to stop"]
     best = None
     if failures and saves:
         best = math.sqrt(2 * sum(saves) / len(saves) * wall / failures)
-    return Goodput(productive, wall, max(0, len(starts) - 1), sum(lost), sum(saves), best)
+    return Goodput(
+        productive, wall, max(0, len(starts) - 1), dict(+causes), sum(lost), sum(saves), best
+    )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 from torch import Tensor, nn
@@ -15,19 +18,28 @@ from torch import Tensor, nn
 from longspan.config import Run, derived_values
 from longspan.data import Baseline, Sample, Source, batch_of, count_targets, open_source
 from longspan.engines import Reader, open_engine
-from longspan.errors import Diverged, Stopped
-from longspan.faults import reach
+from longspan.errors import Diverged, OutOfMemory, Stopped
+from longspan.faults import is_poisoned, reach
 from longspan.models import count_parameters
 from longspan.parallel.pipeline import Pipelined
 from longspan.parallel.placement import Placement, placement
 from longspan.parallel.remat import offloaded
 from longspan.parallel.world import World
-from longspan.tracking import History, MetricsFile, Reporter, goodput, lines_of
+from longspan.tracking import (
+    HISTORY,
+    History,
+    MetricsFile,
+    Reporter,
+    cause_of_end,
+    goodput,
+    lines_of,
+)
 from longspan.training.device import autocast, choose_device, resolve
 from longspan.training.folder import CHECKPOINTS, check_run_folder, open_run_folder
 from longspan.training.generation import Predictor, complete, encode_prompt
 from longspan.training.guard import Guard
 from longspan.training.huggingface import reader_of
+from longspan.training.memory import explain, is_out_of_memory, leave_hint, with_hint
 from longspan.training.meter import Meter
 from longspan.training.saving import Saver
 from longspan.training.schedule import learning_rate
@@ -36,6 +48,7 @@ from longspan.training.stopping import Requests
 from longspan.training.watchdog import Watchdog
 
 SAMPLE_TOKENS = 300
+CAUSE_WIDTH = 160
 
 
 @dataclass(frozen=True)
@@ -59,14 +72,25 @@ def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None 
     With a `world` of several processes every one of them calls this, and all return the same.
 
     Raises UserError, before anything is written, where the run cannot start; Stopped, after a
-    checkpoint is saved, on a request to stop; Diverged where the loss is no longer a number.
+    checkpoint is saved, on a request to stop; Diverged where the loss is no longer a number;
+    OutOfMemory where a step does not fit.
     """
     world = world or World()
     if world.is_main:
         check_run_folder(run_dir, resume=resume)
     device = choose_device(run, world.local_rank)
-    with placement(run.layout, world, device, run.train.hang_s) as placed:
-        return _train(resolve(run, device), run_dir, device, placed, resume=resume)
+    while True:
+        fitting = with_hint(resolve(run, device), run_dir) if resume else resolve(run, device)
+        try:
+            with placement(run.layout, world, device, run.train.hang_s) as placed:
+                return _train(fitting, run_dir, device, placed, resume=resume)
+        except OutOfMemory as error:
+            # Others may wait for this rank in a collective: the whole world starts again, or none.
+            if not leave_hint(fitting, run_dir) or world.size > 1:
+                raise
+            print(f"longspan: {error}\ntrying again with half the micro-batch", file=sys.stderr)
+        resume = True
+        torch.cuda.empty_cache()
 
 
 def _train(
@@ -95,7 +119,9 @@ def _train(
         open_run_folder(run, run_dir, device, source)
     meter = Meter(run, device, state.step, placed.world.size)
     metrics_file = run_dir / "metrics.jsonl" if is_main else None
+    history = History(run_dir / HISTORY if is_main else None)
     with (
+        failures_noted(history, state, run, device),
         Requests(run_dir if is_main else None) as requests,
         Watchdog(run_dir, placed.world, run.train.hang_s, state.step) as watchdog,
         MetricsFile(metrics_file, step=state.step) as metrics,
@@ -107,8 +133,10 @@ def _train(
         reporter.facts(describe(run, engine.module, source, placed.world.size))
         if not validation:
             reporter.say("no evaluation: the validation split holds less than one sample")
-        history = History(run_dir / "history.jsonl" if is_main else None)
-        begin_history(history, state.step, watchdog.steps_before - state.step)
+        lost = max(0, watchdog.steps_before - state.step)
+        cause = cause_of_end(history.lines())
+        ranks = placed.world.size
+        history.write("start", state.step, lost_steps=lost, cause=cause, ranks=ranks)
         saver = Saver(run_dir / CHECKPOINTS, run.checkpoint, placed, reporter.say)
         ended = state.step >= run.train.steps
         while not ended:
@@ -150,7 +178,9 @@ def _train(
         history.write("end", state.step, was_asked_to_stop=requests.stop)
         if is_main:
             lines = lines_of(run_dir / "metrics.jsonl")
-            reporter.say(str(goodput(history.lines(), lines, time.time())))
+            of_use = goodput(history.lines(), lines, time.time())
+            reporter.say(str(of_use))
+            metrics.write({"step": state.step, "goodput": of_use.share, **asdict(of_use)})
         validation_loss = evaluate(engine.reader, validation, run, device, requests, placed)
         if any(placed.any(requests.stop)):
             raise Stopped(
@@ -177,11 +207,21 @@ def _train(
     )
 
 
-def begin_history(history: History, step: int, lost_steps: int) -> None:
-    """Note a start, and what it lost."""
-    before = history.lines()
-    asked = bool(before) and before[-1].get("was_asked_to_stop", False)
-    history.write("start", step, lost_steps=max(0, lost_steps), was_asked_to_stop=asked)
+@contextmanager
+def failures_noted(
+    history: History, state: State, run: Run, device: torch.device
+) -> Iterator[None]:
+    """Why a run ends is in its history; a lack of memory is explained."""
+    try:
+        yield
+    except Stopped:
+        raise
+    except Exception as error:
+        cause = shorten(f"{type(error).__name__}: {error}", CAUSE_WIDTH)
+        history.write("failure", state.step, cause=cause)
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(explain(error, state, run, device)) from None
 
 
 def train_step(
@@ -200,8 +240,8 @@ def train_step(
     samples = [source.sample(train.seed, index) for index in placed.own(indices)]
     reach("backward")
     # The ranks' gradients are averaged and should be summed.
-    scale = torch.tensor(placed.averaged_ranks / tokens_with_loss, device=device)
-    total = state.engine.backward(samples, scale)
+    share = math.nan if is_poisoned(state.step + 1) else placed.averaged_ranks / tokens_with_loss
+    total = state.engine.backward(samples, torch.tensor(share, device=device))
     total /= placed.averaged_ranks
     placed.sum(total)
     reach("gradient norm")

@@ -46,6 +46,9 @@ class Scalars(BaseModel):
     trained_with: dict[str, Any]
 
 
+DATA = "data"
+
+
 def resume_key(run: Run, source: Source) -> dict[str, Any]:
     """What fixes the function and the order of samples, and so may not change on resume."""
     sections = {
@@ -58,7 +61,7 @@ def resume_key(run: Run, source: Source) -> dict[str, Any]:
         **sections,
         "data.context": run.data.context,
         "train.seed": run.train.seed,
-        "data SHA-256": source.fingerprint,
+        DATA: f"{source.describe()}; SHA-256 {source.fingerprint}",
     }
 
 
@@ -109,12 +112,7 @@ class State:
             scalars = Scalars.model_validate(saved.state)
         except ValidationError as error:
             raise UserError(f"the state in {saved.path}: {first_problem(error)}") from error
-        for key, was in scalars.trained_with.items():
-            if trained_with.get(key) != was:
-                raise UserError(
-                    f"{saved.path} was trained with {key} = {was}, and the run has "
-                    f"{trained_with.get(key)}: set it back, or start a new run"
-                )
+        _check_unchanged(saved.path, scalars.trained_with, trained_with, run.data.accept_changed)
         check_shapes(run, saved)
         self.engine.load_weights(lambda name, box: saved.read(f"model/{name}", box))
         self._load_optimizer(saved)
@@ -157,6 +155,22 @@ class State:
                 raise UserError(f"{saved.path} holds {name}.{key} of shape {shape}")
             found.append((name, key, not shape))
         self.engine.load_moments(found, lambda name, box: saved.read(f"optimizer/{name}", box))
+
+
+def _check_unchanged(
+    path: Path, was: Mapping[str, Any], now: Mapping[str, Any], accepts_data: bool
+) -> None:
+    """Refuse a checkpoint that was trained with anything else, and show all that differs."""
+    changed = {key for key, value in was.items() if now.get(key) != value}
+    shown = [f"  {key} was {was[key]}\n  {key} is  {now.get(key)}" for key in sorted(changed)]
+    if changed == {DATA} and accepts_data:
+        print("\n".join(["longspan: going on with other data", *shown]), file=sys.stderr)
+    elif changed:
+        accept = ", or go on with other data by data.accept_changed=true" * (changed == {DATA})
+        raise UserError(
+            "\n".join([f"{path} was trained with", *shown, "set it back, or start a new run"])
+            + accept
+        )
 
 
 def newest_good(folder: Path, placed: Placement) -> Checkpoint | None:

@@ -2,9 +2,10 @@
 
 Each rank writes the last point it has come to (`faults.reach`) into a file of the run's folder. A
 thread looks at its own rank's: when that has not moved for `train.hang_s`, some rank does not come
-to where the others wait for it. The thread reads all files, names the rank that is behind, shows
-what this process is doing, and ends it, so that the launcher ends all and a scheduler can start the
-run again.
+to where the others wait for it. The thread reads all files, names the rank that is behind and the
+collective that this one waits in, shows what this process is doing, and ends it, so that the
+launcher ends all and a scheduler can start the run again. After a quarter of that time the main
+rank names who is behind, if any is: it may be slow and come yet.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from pathlib import Path
 from threading import Event, Thread
 
 from longspan import faults
+from longspan.parallel.recorder import awaited_collective
 from longspan.parallel.world import World
+from longspan.tracking import HISTORY, History
 
 HEARTBEATS = "heartbeats"
 BESIDE = ("writing", "naming", "pruning")
@@ -69,6 +72,7 @@ class Watchdog:
         self.steps_before = before.steps if before else 0
         """How many were done when the run ended the last time."""
         self._between = min(LOOK_S, seconds / 4)
+        self._has_warned = False
         self._over = Event()
         self._thread = Thread(target=self._watch, daemon=True)
         self._file = -1
@@ -90,7 +94,7 @@ class Watchdog:
         if point in BESIDE:
             return
         self._count += 1
-        self._moved = time.monotonic()
+        self._moved, self._has_warned = time.monotonic(), False
         self.steps += point == "step"
         text = f"{self._count} {time.time():.3f} {self.steps} {point}"
         os.pwrite(self._file, text.ljust(100).encode(), 0)
@@ -98,20 +102,40 @@ class Watchdog:
     def _watch(self) -> None:
         while not self._over.wait(self._between):
             os.utime(self._file)  # this process runs, wherever it waits
-            if time.monotonic() - self._moved > self._seconds:
+            still = time.monotonic() - self._moved
+            if still > self._seconds:
                 self._end()
+            elif still > self._seconds / 4 and self._rank == 0 and not self._has_warned:
+                self._warn()
+
+    def _beats(self) -> list[Beat]:
+        """The rank furthest behind first."""
+        read = (Beat.read(path, self._between) for path in self._paths)
+        return sorted(filter(None, read))
+
+    def _warn(self) -> None:
+        beats = self._beats()
+        last, first = beats[0], beats[-1]
+        if last.count < first.count or not last.looks:
+            self._has_warned = True
+            text = f"longspan: the others wait for {last}; the furthest is {first}"
+            print(text, file=sys.stderr, flush=True)
 
     def _end(self) -> None:
-        read = (Beat.read(path, self._between) for path in self._paths)
-        beats = sorted(filter(None, read))
+        beats = self._beats()
         behind = beats[0] if beats else None
+        awaited = awaited_collective()
+        within = f", which waits in {awaited}" if awaited else ""
         print(
-            f"longspan: nothing has moved on rank {self._rank} for {self._seconds:g} s; furthest "
-            f"behind is {behind}. Of all: {'; '.join(map(str, beats[:16]))}. What rank "
+            f"longspan: nothing has moved on rank {self._rank} for {self._seconds:g} s{within}; "
+            f"furthest behind is {behind}. Of all: {'; '.join(map(str, beats[:16]))}. What rank "
             f"{self._rank} is doing:",
             file=sys.stderr,
             flush=True,
         )
         faulthandler.dump_traceback(sys.stderr)
         sys.stderr.flush()
+        if self._rank == min(beat.rank for beat in beats if beat.looks):
+            history = History(self._folder.parent / HISTORY)
+            history.write("failure", self.steps, cause=f"a hang, furthest behind {behind}")
         os._exit(1)

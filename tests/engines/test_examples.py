@@ -1,0 +1,52 @@
+"""Loops of one's own, as the docs show them, on two processes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from longspan.launching.local import run_processes
+from longspan.models import create_model
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+START = """
+import runpy, sys
+if "deepspeed" in sys.argv[1]:
+    import deepspeed
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or a minute of compiling
+runpy.run_path(sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("name", ["own_loop", "own_loop_deepspeed", "own_loop_accelerate"])
+def test_a_loop_of_one_s_own_learns(
+    name: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    command = [sys.executable, "-c", START, str(EXAMPLES / f"{name}.py")]
+    assert run_processes(command, 2, tmp_path / "logs") == 0
+    said = capfd.readouterr().out + (tmp_path / "logs" / "rank-1.log").read_text()
+    losses = re.findall(r"rank [01]: loss ([\d.]+)", said)
+    assert len(losses) == 2
+    assert losses[0] == losses[1]  # the same gradients on both
+    assert float(losses[0]) < 2  # from 5.5, that of 256 equally likely bytes
+
+
+def test_the_docs_show_the_examples_as_they_are() -> None:
+    page = (EXAMPLES.parent / "docs" / "engines.md").read_text()
+    for path in EXAMPLES.glob("own_loop*.py"):
+        code = path.read_text().split('"""')[2].strip()
+        assert code in page, path.name
+
+
+def test_a_model_is_made_as_a_run_makes_it() -> None:
+    model = create_model("model.hidden=32", "model.layers=1", "model.heads=2")
+    assert model.embedding.weight.shape == (256, 32)
+    with pytest.raises(ValueError, match="expected one run file"):
+        create_model("a.toml", "b.toml")
