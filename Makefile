@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: train test check format clean fuzz drill
+.PHONY: train test check format clean fuzz drill nvme
 train: $(VENV)/.runtime
 	$(BIN)/longspan train
 
@@ -27,6 +27,11 @@ fuzz: $(VENV)/.development
 drill: $(VENV)/.development
 	$(BIN)/longspan drill examples/drill.toml --nproc 2 --faults 20 --seed 7
 	$(BIN)/longspan drill examples/drill.toml --nproc 4 --faults 20 --seed 8
+
+# DeepSpeed's parameters and optimizer state on a disk: wants libaio-dev and g++, and compiles for
+# minutes the first time.
+nvme: $(VENV)/.development
+	PATH="$(CURDIR)/$(BIN):$$PATH" LONGSPAN_NVME=1 $(BIN)/python -m pytest tests/engines/test_nvme.py
 
 clean:
 	rm -rf $(VENV)

@@ -15,7 +15,7 @@ import math
 import os
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,10 @@ class Held:
     parameter: Any
     start: int
     count: int
+    group: int
+    """Of those that are updated together…"""
+    place: int
+    """…and where in its flat tensor the values begin."""
 
 
 class DeepSpeed:
@@ -151,16 +155,19 @@ class DeepSpeed:
         self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
 
     def is_finite(self) -> bool:
-        return all(bool(self._values(held).isfinite().all()) for held in self._held())
+        return all(bool(self._values(held).isfinite().all()) for held in self._each())
 
     def parts(self) -> dict[str, Part]:
         own: dict[str, Part] = {}
         states = self.optimizer.state
         keys = [None, *(MOMENTS if states else ())]
-        for held in self._held() if self._stage or self._placed.world.is_main else ():
+        for held in self._each() if self._stage or self._placed.world.is_main else ():
             for key in keys:
                 name = f"model/{held.name}" if key is None else f"optimizer/{held.name}.{key}"
-                own |= self._boxed(name, held, self._values(held, key))
+                values = self._values(held, key)
+                if self._is_swapped(held.group):
+                    values = values.clone()
+                own |= self._boxed(name, held, values)
         if states and self._placed.world.is_main:
             step = Part.whole(next(iter(states.values()))["step"])
             own |= {f"optimizer/{name}.step": step for name in self._shapes}
@@ -178,27 +185,34 @@ class DeepSpeed:
 
     @torch.no_grad()
     def load_weights(self, read: Read) -> None:
-        for held in self._held():
-            self._put(held, self._read(held, held.name, read))
+        for held in self._each(changes=True):
+            self._values(held).copy_(self._read(held, held.name, read))
         if self._stage in (1, 2):
             self._zero.update_lp_params()
-        elif self._stage == 3 and (whole := self._zero.persistent_parameters):
-            whole[0].partition(whole)
-            whole[0].all_gather(whole)
+        if self._stage == 3:
+            for group in range(len(self._flats())):
+                with self._swapped_in(group, changes=False):
+                    self._zero._reassign_or_swap_out_partitioned_parameters(group)
+            if whole := self._zero.persistent_parameters:
+                whole[0].partition(whole)
+                whole[0].all_gather(whole)
 
     @torch.no_grad()
     def load_moments(self, found: Iterable[tuple[str, str, bool]], read: Read) -> None:
         kept = {(name, key) for name, key, _ in found}
         if not kept:
             return
-        for flat in self._flats():
-            moments = {key: torch.zeros_like(flat) for key in MOMENTS}
-            step = read(f"{next(iter(self._shapes))}.step", Box.whole(()))
-            self.optimizer.state[flat] = {"step": step.to(flat.device), **moments}
-        for held in self._held():
+        step = read(f"{next(iter(self._shapes))}.step", Box.whole(()))
+        for group, flat in enumerate(self._flats()):
+            state = self.optimizer.state[flat]
+            if not state:
+                with self._swapped_in(group, changes=True):
+                    state |= {key: torch.zeros_like(flat) for key in MOMENTS}
+            state["step"] = step.to(flat.device, copy=True)
+        for held in self._each(changes=True):
             for key in MOMENTS:
                 if (held.name, key) in kept:
-                    self._put(held, self._read(held, f"{held.name}.{key}", read), key)
+                    self._values(held, key).copy_(self._read(held, f"{held.name}.{key}", read))
 
     def _read(self, held: Held, name: str, read: Read) -> Tensor:
         boxes = Box.of_stretch(held.start, held.start + held.count, self._shapes[held.name])
@@ -221,49 +235,52 @@ class DeepSpeed:
     def _held(self) -> Iterator[Held]:
         parameter: Any
         for name, parameter in self._placed.named_parameters(self.model):
-            start, count = 0, math.prod(self._shapes[name])
+            start, count, group, place = 0, math.prod(self._shapes[name]), 0, 0
             if self._stage == 3:
                 share = parameter.ds_tensor.ds_numel  # the last one's is filled up
                 start = self._placed.world.rank * share
                 count = max(0, min(share, count - start))
+                group, place, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
             elif self._stage > 0:
                 here = parameter._hp_mapping
-                address = here and here.lp_fragment_address
-                start, count = (address.start, address.numel) if address else (0, 0)
+                if here is None:
+                    continue
+                start, count = here.lp_fragment_address.start, here.lp_fragment_address.numel
+                group, place = here.param_group_index, here.hp_fragment_address.start
             if count:
-                yield Held(name, parameter, start, count)
+                yield Held(name, parameter, start, count, group, place)
+
+    def _each(self, *, changes: bool = False) -> Iterator[Held]:
+        """All of them, each with its values in memory until the next is asked for."""
+        groups: dict[int, list[Held]] = {}
+        for held in self._held():
+            groups.setdefault(held.group, []).append(held)
+        for group, members in groups.items():
+            with self._swapped_in(group, changes=changes):
+                yield from members
 
     def _values(self, held: Held, key: str | None = None) -> Tensor:
         """This rank's values of a parameter in 32 bits, or of one of its moments."""
-        parameter, states = held.parameter, self.optimizer.state
-        if self._stage == 3:
-            utils = self._deepspeed.utils
-            found: Tensor = (
-                utils.safe_get_local_fp32_param(parameter)
-                if key is None
-                else utils.safe_get_local_optimizer_state(parameter, key)
-            )
-            return found.detach()[: held.count]
-        if self._stage == 0:
-            whole: Tensor = parameter if key is None else states[parameter][key]
-            return whole.detach().flatten()
-        here = parameter._hp_mapping
-        flat = self._zero.single_partition_of_fp32_groups[here.param_group_index]
-        values: Tensor = flat if key is None else states[flat][key]
-        return values.detach().narrow(0, here.hp_fragment_address.start, held.count)
+        flat = held.parameter if self._stage == 0 else self._flats()[held.group]
+        values: Tensor = flat if key is None else self.optimizer.state[flat][key]
+        return values.detach().flatten().narrow(0, held.place, held.count)
 
-    def _put(self, held: Held, values: Tensor, key: str | None = None) -> None:
-        """The reverse of `_values`."""
-        if self._stage < 3:
-            self._values(held, key).copy_(values)
-            return
-        utils, share = self._deepspeed.utils, held.parameter.ds_tensor
-        filled = nn.functional.pad(values, (0, share.ds_numel - held.count)).to(self._device)
-        if key is None:
-            utils.safe_set_local_fp32_param(held.parameter, filled)
-            share.data.copy_(filled)
-        else:
-            utils.safe_set_local_optimizer_state(held.parameter, filled, key)
+    def _is_swapped(self, group: int) -> bool:
+        """Whether ZeRO-3 keeps a group of parameters and their moments on a disk."""
+        return self._stage == 3 and bool(self._zero._swappable_optimizer_subgroup(group))
+
+    @contextmanager
+    def _swapped_in(self, group: int, *, changes: bool) -> Iterator[None]:
+        """Around what reads, or `changes`, a group. (DeepSpeed's own setters refuse such.)"""
+        if self._is_swapped(group):
+            self._zero._optimizer_states_and_gradient_swap_in(group)
+        try:
+            yield
+        finally:
+            if self._is_swapped(group) and changes:
+                self._zero._optimizer_states_and_gradient_swap_out(group)
+            elif self._is_swapped(group):
+                self._zero._release_swap_buffers(group)
 
 
 class _Gathering:
