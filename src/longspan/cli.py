@@ -200,6 +200,9 @@ def _parser() -> argparse.ArgumentParser:
     show.add_argument(
         "--deepspeed", action="store_true", help="DeepSpeed's configuration of it, as JSON"
     )
+    show.add_argument(
+        "--accelerate", action="store_true", help="Accelerate's configuration of it, as YAML"
+    )
     show.set_defaults(verb=_config_show)
     schema = config_verbs.add_parser("schema", help="the JSON schema of a run file")
     schema.set_defaults(verb=_config_schema)
@@ -441,12 +444,17 @@ def _config_show(args: argparse.Namespace) -> None:
     run = load_run(
         file, overrides, builtin="cpu" if file else _builtin_name(), world=max(1, args.nproc)
     )
-    if args.deepspeed:
-        from longspan.engines.settings import deepspeed_settings
+    if args.deepspeed or args.accelerate:
+        import yaml
+
+        from longspan.engines.settings import accelerate_settings, deepspeed_settings
         from longspan.training.device import choose_device, resolve
 
         settled = resolve(run, choose_device(run))
-        print(json.dumps(deepspeed_settings(settled, args.nproc), indent=1))
+        if args.deepspeed:
+            print(json.dumps(deepspeed_settings(settled, args.nproc), indent=1))
+        else:
+            print(yaml.safe_dump(accelerate_settings(settled, args.nproc)), end="")
         return
     from longspan.models import count_parameters
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from longspan.cli import main
 from longspan.engines.settings import deepspeed_settings
@@ -155,3 +157,41 @@ def test_verify_compares_engines(options: list[str], capsys: pytest.CaptureFixtu
     report = json.loads(capsys.readouterr().out)
     assert report["agrees"]
     assert report["layout"].endswith(f"by {options[0].removeprefix('engine.name=')}")
+
+
+@pytest.mark.parametrize(
+    ("options", "kind"),
+    [
+        (["layout.zero=0"], "MULTI_CPU"),
+        (["layout.zero=2"], "FSDP"),
+        (["layout.zero=2", "engine.mode=deepspeed"], "DEEPSPEED"),
+    ],
+)
+def test_accelerate_s_file_follows_from_the_run_file(
+    options: list[str], kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["config", "show", "--accelerate", "--nproc", "2", *SMALL, "engine.name=accelerate"]
+    assert main([*command, *options]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["distributed_type"] == kind
+    assert shown["num_processes"] == 2
+    assert shown.get("fsdp_config", {}).get("fsdp_reshard_after_forward", False) is False
+    assert shown.get("deepspeed_config", {}).get("zero_stage", 2) == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_accelerate_s_launcher_runs_what_was_asked_for_or_nothing(
+    ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a CPU it starts one process, how ever many it is asked for."""
+    run = [*SMALL, "engine.name=accelerate", f"layout.replicate={ranks}", "train.steps=2"]
+    assert main(["config", "show", "--accelerate", "--nproc", str(ranks), *run]) == 0
+    (tmp_path / "accelerate.yaml").write_text(capsys.readouterr().out)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command = [*launch, str(tmp_path / "accelerate.yaml"), "-m", "longspan", "train", *run]
+    done = subprocess.run(
+        [*command, "--run-dir", str(tmp_path / "run")], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode == 0) == (ranks == 1)
+    assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists() == (ranks == 1)
+    assert ("replicate 2 needs 2 processes and there are 1" in done.stderr) == (ranks == 2)

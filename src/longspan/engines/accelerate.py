@@ -23,7 +23,7 @@ from longspan.engines.deepspeed import DeepSpeed
 from longspan.engines.native import Native
 from longspan.engines.optimizer import build_optimizer
 from longspan.engines.protocol import Engine
-from longspan.engines.settings import Settings
+from longspan.engines.settings import Settings, mode_of
 from longspan.errors import UserError
 from longspan.models import build_decoder
 from longspan.parallel.pipeline import Around
@@ -42,13 +42,6 @@ def accelerated(
     if mode == "deepspeed":
         return AccelerateDeepSpeed(run, placed, device, around)
     return Accelerate(run, placed, device, around, mode)
-
-
-def mode_of(run: Run, world: int) -> str:
-    """The mode that "auto" stands for: plain where ranks are copies, FSDP2 where they shard."""
-    if run.engine.mode != "auto":
-        return run.engine.mode
-    return "fsdp2" if run.layout.resolve(world)["shard"] > 1 else "plain"
 
 
 class Accelerate(Native):

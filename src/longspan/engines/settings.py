@@ -175,3 +175,45 @@ def _merged(base: Settings, above: Mapping[str, Any]) -> Settings:
         elif value != AUTO:
             found[key] = value
     return found
+
+
+def mode_of(run: Run, world: int) -> str:
+    """The mode that "auto" stands for: plain where ranks are copies, FSDP2 where they shard."""
+    if run.engine.mode != "auto":
+        return run.engine.mode
+    return "fsdp2" if run.layout.resolve(world)["shard"] > 1 else "plain"
+
+
+def accelerate_settings(run: Run, world: int) -> Settings:
+    """Accelerate's own configuration of a run whose device is settled, for `accelerate launch`."""
+    mode = mode_of(run, world)
+    on_gpu = run.train.device == "cuda"
+    plain = "NO" if world == 1 else "MULTI_GPU" if on_gpu else "MULTI_CPU"
+    settings: Settings = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}.get(mode, plain),
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": "no",  # the run's own autocast
+        "num_machines": 1,
+        "num_processes": world,
+        "use_cpu": not on_gpu,
+    }
+    if mode == "fsdp2":
+        settings["fsdp_config"] = {
+            "fsdp_version": 2,
+            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "fsdp_transformer_layer_cls_to_wrap": "Block",
+            "fsdp_reshard_after_forward": run.layout.zero == 3,
+            "fsdp_cpu_ram_efficient_loading": False,
+        }
+    if mode == "deepspeed":
+        settings["deepspeed_config"] = {
+            "zero_stage": zero_stage(run, world),
+            "zero3_init_flag": False,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": run.train.clip,
+            "offload_optimizer_device": run.engine.offload_optimizer,
+            "offload_param_device": run.engine.offload_parameters,
+        }
+    return settings
