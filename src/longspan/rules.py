@@ -300,9 +300,6 @@ def _engine_rules(engine: Engine, layout: Layout, train: Train, world: int) -> l
         problems.append(Problem("layout.offload", message))
     if layout.compress != "none":
         problems.append(Problem("layout.compress", 'is the native engine\'s: use "none"'))
-    if train.precision == "fp16":
-        message = f'"fp16" under engine.name = "{name}" is not there yet: use "bf16"'
-        problems.append(Problem("train.precision", message))
     if name == "accelerate" and ranks["shard"] > 1 and engine.mode == "plain":
         message = f'"plain" has copies only, and layout.shard is {ranks["shard"]}: use "fsdp2", or'
         problems.append(Problem("engine.mode", f"{message} layout.zero = 0"))

@@ -229,7 +229,10 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_an_engine_does_not_change_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 1e-4), ("fp16", 1e-2)])
+def test_on_a_gpu_an_engine_does_not_change_the_run(
+    tmp_path: Path, precision: str, tolerance: float
+) -> None:
     """Accelerate's sharded modes as well, which it has only there."""
     pytest.importorskip("deepspeed")
     ways = {
@@ -241,8 +244,8 @@ def test_on_a_gpu_an_engine_does_not_change_the_run(tmp_path: Path) -> None:
             for mode in ("plain", "fsdp2", "deepspeed")
         },
     }
-    options = [*OPTIONS, f"train.steps={STEPS}", "train.device=cuda", "train.precision=fp32"]
-    options.append("train.compile=false")
+    options = [*OPTIONS, f"train.steps={STEPS}", "train.device=cuda", "train.compile=false"]
+    options.append(f"train.precision={precision}")
     for port, (name, own) in enumerate(ways.items(), 29600):
         command = [sys.executable, "-m", "longspan", "train", *options, *own]
         subprocess.run(
@@ -253,6 +256,6 @@ def test_on_a_gpu_an_engine_does_not_change_the_run(tmp_path: Path) -> None:
     expected, wanted = trained(tmp_path / "native")
     for name in ways:
         losses, tensors = trained(tmp_path / name)
-        torch.testing.assert_close(losses, expected, rtol=1e-4, atol=0, msg=name)
-        for key, x in tensors.items():
+        torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0, msg=name)
+        for key, x in tensors.items() if precision == "fp32" else ():
             assert (x - wanted[key]).norm() <= 1e-3 * wanted[key].norm(), (name, key)

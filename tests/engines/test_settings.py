@@ -176,7 +176,7 @@ def test_accelerate_s_file_follows_from_the_run_file(
     assert shown["distributed_type"] == kind
     assert shown["num_processes"] == 2
     assert shown.get("fsdp_config", {}).get("fsdp_reshard_after_forward", False) is False
-    assert shown.get("deepspeed_config", {}).get("zero_stage", 2) == 2
+    assert ("deepspeed_config" in shown) == (kind == "DEEPSPEED")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

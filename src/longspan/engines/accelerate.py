@@ -82,7 +82,7 @@ class Accelerate(Native):
         if mode == "fsdp2":
             register_fsdp_forward_method(self.model, "next_logits")
         self.optimizer = optimizer.optimizer
-        self.scaler = placed.scaler(device, enabled=False)
+        self.scaler = placed.scaler(device, enabled=run.train.precision == "fp16")
 
     def _backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)

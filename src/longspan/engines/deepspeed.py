@@ -29,6 +29,7 @@ from longspan.config import Run
 from longspan.data import Sample, batch_of
 from longspan.engines.optimizer import build_optimizer, set_learning_rate
 from longspan.engines.protocol import Judge, Read, Reader
+from longspan.engines.scaling import LossScale
 from longspan.engines.settings import Settings, deepspeed_settings
 from longspan.errors import UserError
 from longspan.models import Decoder, build_decoder, new_decoder
@@ -85,6 +86,10 @@ class DeepSpeed:
         self._engine = self._initialize(settings)
         self._zero = self._engine.optimizer
         self.module: nn.Module = self._engine
+        self._scale = LossScale(enabled=run.train.precision == "fp16")
+        if self._scale.enabled:  # ours, and none of its own: those do not unscale what they clip
+            self._engine.torch_autocast_z0_gradscaler = None
+            self._zero.torch_autocast_gradscaler = None
         self._judge: Judge | None = None
         self._norm: Tensor | None = None
         if self._stage == 3:
@@ -123,24 +128,34 @@ class DeepSpeed:
 
     def backward(self, samples: list[Sample], scale: Tensor) -> Tensor:
         total, size = torch.zeros((), device=self._device), self._run.train.micro_batch
+        factor = self._scale.factor
+        if self._stage > 0 and self._scale.enabled:  # it scales losses and unscales gradients
+            self._zero.override_loss_scale(factor)
+            factor = 1.0
         for start in range(0, len(samples), size):
             batch = batch_of(samples[start : start + size], self._device)
             self._engine.set_gradient_accumulation_boundary(start + size >= len(samples))
             with self._around():
                 loss = self._engine(batch.tokens, batch.targets) * scale
-            self._engine.backward(loss, scale_wrt_gas=False)  # the scale is of the whole step
+            # `scale` is of the whole step, not of a micro-batch.
+            self._engine.backward(loss * factor, scale_wrt_gas=False)
             total += loss.detach()
         return total
 
     def step(self, judge: Judge) -> Tensor:
         self._judge, self._norm = judge, None
         if self._stage == 0:
+            for parameter in self.model.parameters() if self._scale.enabled else ():
+                if parameter.grad is not None:
+                    parameter.grad /= self._scale.factor
             clip = self._run.train.clip or math.inf
             self._decide(self._placed.clip_gradients(self.model, clip))
         self._engine.step()
         if self._norm is None:  # DeepSpeed skips steps whose gradients are no numbers itself
             self._decide(torch.tensor(math.inf, device=self._device))
         assert self._norm is not None
+        if self._scale.enabled:
+            self._scale.update(overflows=not math.isfinite(self._norm))
         return self._norm
 
     def _before_update(self, *_: object) -> None:
@@ -151,7 +166,9 @@ class DeepSpeed:
     def _decide(self, norm: Tensor) -> None:
         assert self._judge is not None
         self._norm = norm.float()
-        is_bad = self._judge(self._norm, overflows=False)
+        is_bad = self._judge(self._norm, overflows=self._scale.enabled)
+        if self._scale.enabled:
+            is_bad = torch.maximum(is_bad, (~self._norm.isfinite()).float())
         self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
 
     def is_finite(self) -> bool:
@@ -219,10 +236,10 @@ class DeepSpeed:
         return torch.cat([read(name, box).flatten() for box in boxes])
 
     def scaler_state(self) -> dict[str, float]:
-        return {}
+        return self._scale.state()
 
     def load_scaler_state(self, state: dict[str, float]) -> None:
-        pass
+        self._scale.load(state)
 
     def _flats(self) -> list[Tensor]:
         """What the optimizer updates."""

@@ -16,6 +16,8 @@ Settings = dict[str, Any]
 AUTO = "auto"
 """A value of the user's file that leaves it to whoever reads it, as Hugging Face has it."""
 
+AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
+
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 CLOSED = ("optimizer.params.", "scheduler.params.")
 """Tables in which nothing may stand that the run file does not say…"""
@@ -90,8 +92,8 @@ def _from_run(run: Run, world: int) -> Settings:
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
         # Weights stay float32 and products are taken in 16 bits, as by the native engine.
-        "torch_autocast": {"enabled": True, "dtype": "bfloat16"}
-        if train.precision == "bf16"
+        "torch_autocast": {"enabled": True, "dtype": AUTOCAST[train.precision]}
+        if train.precision in AUTOCAST
         else {"enabled": False},
         "zero_optimization": {key: value for key, value in zero.items() if value is not None},
     } | _scheduler(run)
@@ -208,12 +210,7 @@ def accelerate_settings(run: Run, world: int) -> Settings:
             "fsdp_cpu_ram_efficient_loading": False,
         }
     if mode == "deepspeed":
-        settings["deepspeed_config"] = {
-            "zero_stage": zero_stage(run, world),
-            "zero3_init_flag": False,
-            "gradient_accumulation_steps": 1,
-            "gradient_clipping": run.train.clip,
-            "offload_optimizer_device": run.engine.offload_optimizer,
-            "offload_param_device": run.engine.offload_parameters,
-        }
+        # The engine gives DeepSpeed the whole configuration, beside which Accelerate wants no word.
+        settings["deepspeed_config"] = {"zero3_init_flag": False}
+        del settings["mixed_precision"]
     return settings
