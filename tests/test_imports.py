@@ -41,6 +41,7 @@ MAY_IMPORT = {
         "drill",
         "verify",
         "benchmarks",
+        "tracking",
         "engines",
         "launching",
         "parallel",

@@ -197,10 +197,11 @@ def _parser() -> argparse.ArgumentParser:
     show = config_verbs.add_parser("show", help="every value, defaults included, and what follows")
     _add_run_arguments(show)
     show.add_argument("--nproc", type=int, default=1, metavar="N", help="for N processes (1)")
-    show.add_argument(
+    of_engine = show.add_mutually_exclusive_group()
+    of_engine.add_argument(
         "--deepspeed", action="store_true", help="DeepSpeed's configuration of it, as JSON"
     )
-    show.add_argument(
+    of_engine.add_argument(
         "--accelerate", action="store_true", help="Accelerate's configuration of it, as YAML"
     )
     show.set_defaults(verb=_config_show)
@@ -306,16 +307,27 @@ def _verify(args: argparse.Namespace) -> None:
 
 
 def _train_in_processes(args: argparse.Namespace, run_dir: Path) -> None:
-    from longspan.launching.local import run_processes
+    import signal
+
+    from longspan.launching.local import FORWARDED, run_processes
+    from longspan.tracking import HISTORY, History, cause_of_end
     from longspan.training.folder import check_run_folder
 
     check_run_folder(run_dir, resume=args.resume is not None)
     program = [sys.executable, "-m", "longspan", "train", *args.items]
     options = ["--json"] if args.json else []
     where, left = ["--resume" if args.resume else "--run-dir", str(run_dir)], args.restarts
+    heard: list[int] = []
+    if left:
+        for number in FORWARDED:  # between two starts as well
+            signal.signal(number, lambda number, _: heard.append(number))
     while True:
-        code = run_processes([*program, *where, *options], args.nproc, run_dir / "logs")
-        if code != FAILED or left == 0 or not (run_dir / "run.toml").exists():
+        command = [*program, *where, *options]
+        code = run_processes(command, args.nproc, run_dir / "logs", heard=heard)
+        if code != FAILED or left == 0 or heard or not (run_dir / "run.toml").exists():
+            break
+        cause = cause_of_end(History(run_dir / HISTORY).lines()) or ""
+        if cause.startswith(Diverged.__name__):  # and would again
             break
         left -= 1
         print(f"longspan: starting again, then {left} more times", file=sys.stderr)
@@ -440,10 +452,14 @@ def _config_show(args: argparse.Namespace) -> None:
     from longspan.config import derived_values
     from longspan.runfile import dump_run, load_run
 
+    if args.nproc < 1:
+        raise UserError(f"--nproc must be at least 1, got {args.nproc}")
     file, overrides = _split_items(args.items)
-    run = load_run(
-        file, overrides, builtin="cpu" if file else _builtin_name(), world=max(1, args.nproc)
-    )
+    if args.deepspeed:
+        overrides.append("engine.name=deepspeed")  # with what that cannot do refused
+    if args.accelerate:
+        overrides.append("engine.name=accelerate")
+    run = load_run(file, overrides, builtin="cpu" if file else _builtin_name(), world=args.nproc)
     if args.deepspeed or args.accelerate:
         import yaml
 

@@ -99,6 +99,27 @@ def test_every_disagreement_is_listed(tmp_path: Path, capsys: pytest.CaptureFixt
     assert not run_dir.exists()
 
 
+def test_what_cannot_be_shown_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "--deepspeed", "--nproc", "0", *SMALL]) == 2
+    assert "--nproc must be at least 1, got 0" in capsys.readouterr().err
+    assert main(["config", "show", "--deepspeed", "--nproc", "2", *SMALL, "layout.tensor=2"]) == 2
+    assert "layout.tensor  is 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        {"communication_data_type": "fp16"},
+        {"prescale_gradients": True},
+    ],
+)
+def test_a_file_does_not_change_what_is_computed(tmp_path: Path, own: dict[str, object]) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(own))
+    with pytest.raises(UserError, match="and nothing of the run file says so"):
+        settings(f"engine.deepspeed_json={tmp_path / 'ds.json'}")
+
+
 @pytest.mark.parametrize("text", ["{", "[]", '{"a": NaN'])
 def test_a_file_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "ds.json").write_text(text)

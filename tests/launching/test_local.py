@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import main
-from longspan.faults import FAULT, LOG, PARENT
+from longspan.faults import FAULT, LOG, PARENT, POISON
 from longspan.launching.local import run_processes
 
 WORKER = """
@@ -240,4 +240,42 @@ def test_a_rank_out_of_memory_tells_and_all_go_on_with_half_the_micro_batch(
     error = capfd.readouterr().err
     assert "longspan: rank 1 failed:\nout of memory in step 5" in error
     assert "train.micro_batch is 2 and not 4" in error
+    assert "1 restarts (1 × MemoryError: Tried to allocate" in error  # the cause, not its wake
     assert (run_dir / "micro_batch").read_text() == "2\n"
+    assert "micro_batch = 4\n" in (run_dir / "run.toml").read_text()
+
+
+def test_what_would_fail_again_is_not_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(POISON, "3,4,5,6,7,8")
+    bad = ["train.bad_steps=2", "train.rollbacks=0", "track.log_every=1"]
+    where = ["--nproc", "2", "--restarts", "2", "--run-dir", str(tmp_path / "run")]
+    assert main(["train", *SMALL, *SAVED, *bad, *where]) == 1
+    error = capfd.readouterr().err
+    assert "2 steps in a row to step 4" in error
+    assert "starting again" not in error
+
+
+def test_who_asks_for_an_end_gets_it(tmp_path: Path) -> None:
+    """Asked to stop, it fails to: it is not started again."""
+    command = [sys.executable, "-m", "longspan", "train", *SMALL, "--nproc", "2"]
+    options = ["train.steps=1000000", "--restarts", "3", "--run-dir", str(tmp_path / "run")]
+    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.read_text())
+    for rank in (0, 1):  # which then cannot save
+        pid = pid_of(rank, process.pid)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+    process.send_signal(signal.SIGTERM)
+    wait_until(lambda: len(children_of(process.pid)) == 2)
+    for pid in children_of(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "starting again" not in error
+
+
+def children_of(launcher: int) -> list[int]:
+    return [pid for rank in (0, 1) if (pid := pid_of(rank, launcher)) is not None]

@@ -282,6 +282,7 @@ def test_changed_data_is_taken_where_it_is_accepted(
     accepted = small_run(tmp_path / "other", "train.steps=4", "data.accept_changed=true")
     assert train(accepted, tmp_path / "run", resume=True).step == 4
     assert "longspan: going on with other data\n  data was tokens" in capfd.readouterr().err
+    assert "accept_changed = false" in (tmp_path / "run" / "run.toml").read_text()
     with pytest.raises(UserError, match=r"train\.seed was 0"):
         train(accepted.model_copy(update={"train": accepted.train.model_copy(update={"seed": 7})}),
               tmp_path / "run", resume=True)  # fmt: skip

@@ -68,7 +68,7 @@ def test_only_what_is_not_yet_done_is_proposed() -> None:
     }
 
     def proposed(run: Run) -> dict[str, float]:
-        return {change.setting: change.frees for change in changes(held, run)}
+        return {change.setting: change.frees for change in changes(held, run, 1)}
 
     found = proposed(run_of(1, *BATCH))
     assert found["train.micro_batch=2"] == 500
@@ -76,7 +76,11 @@ def test_only_what_is_not_yet_done_is_proposed() -> None:
     assert 0 < found["train.remat=selective"] < found["train.remat=full"] < 1000
     saving = ["train.micro_batch=1", "train.remat=full", "train.optimizer=adamw8bit"]
     left = proposed(run_of(1, *BATCH, *saving, "train.offload_activations=true"))
-    assert list(left) == ["twice the ranks of layout.shard", "layout.offload=true"]
+    assert list(left) == ["twice the ranks of layout.shard"]
+    sharded = changes(held, run_of(2, *BATCH), 2)
+    assert sharded[-1].setting == "layout.offload=true"
+    deepspeed = {change.setting for change in changes(held, run_of(1, "engine.name=deepspeed"), 1)}
+    assert not deepspeed & {"train.optimizer=adamw8bit", "layout.offload=true"}
 
 
 def test_torch_s_own_words_are_understood() -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -328,6 +329,8 @@ def _import(device: torch.device) -> Any:
             'engine.name = "deepspeed" needs DeepSpeed: pip install "longspan[deepspeed]"'
         ) from error
     deepspeed.utils.logger.setLevel("WARNING")
+    for handler in deepspeed.utils.logger.handlers:  # the output is the run's own
+        handler.setStream(sys.stderr)
     # It calls collectives by names that PyTorch is giving up, and says so at every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     # For inference alone; it would be compiled at the start of every first run.

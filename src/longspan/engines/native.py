@@ -86,7 +86,8 @@ class Native:
         scales = self.scaler.is_enabled()
         is_bad = judge(norm, overflows=scales)
         if scales:  # which finds out about gradients that are no numbers itself
-            self.scaler.step(self.optimizer)
+            if not is_bad:
+                self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
             take_step(self.optimizer, is_bad)

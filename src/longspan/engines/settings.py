@@ -24,14 +24,20 @@ CLOSED = ("optimizer.params.", "scheduler.params.")
 
 OTHER_STEPS = (
     "amp",
+    "communication_data_type",
     "compression_training",
     "curriculum_learning",
     "data_efficiency",
     "data_parallel_size",
+    "data_types",
+    "gradient_predivide_factor",
+    "prescale_gradients",
     "progressive_layer_drop",
     "sequence_parallel_size",
+    "sparse_gradients",
     "tensor_parallel",
     "zero_optimization.zero_quantized_gradients",
+    "zero_optimization.zero_quantized_nontrainable_weights",
     "zero_optimization.zero_quantized_weights",
     "zero_optimization.zenflow",
 )

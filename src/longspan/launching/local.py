@@ -33,11 +33,17 @@ TRACEBACK = "LONGSPAN_TRACEBACK"
 
 
 def run_processes(
-    command: Sequence[str], count: int, keep_logs: Path, *, quiet: bool = False
+    command: Sequence[str],
+    count: int,
+    keep_logs: Path,
+    *,
+    quiet: bool = False,
+    heard: list[int] | None = None,
 ) -> int:
     """Run `command`, which calls `join_launcher`, as ranks 0 … count−1; the exit code of the whole.
 
     The log files end in `keep_logs`, where its parent has come to be; `quiet` gives rank 0 one too.
+    Signals that were passed on are added to `heard`.
     """
     logs = Path(tempfile.mkdtemp(prefix="longspan-logs-"))
     environment = {
@@ -51,6 +57,8 @@ def run_processes(
     processes: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
+        if heard is not None:
+            heard.append(number)
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)

@@ -27,7 +27,7 @@ def awaited_collective() -> str | None:
     dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
     if dump is None or not dist.is_initialized():
         return None
-    entries: list[dict[str, Any]] = json.loads(dump())["entries"]
+    entries: list[dict[str, Any]] = json.loads(dump()).get("entries", [])
     open_ones = [entry for entry in entries if not entry.get("retired", True)]
     if not open_ones:
         return None

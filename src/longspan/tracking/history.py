@@ -47,14 +47,19 @@ class History:
 
 
 def cause_of_end(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the run ended the last time; None where it has not begun or came to its end."""
-    if not lines:
+    """Why the run ended the last time; None where it has not begun or came to its end.
+
+    Any rank may have told a failure, the others then that they lost it: the first one counts.
+    """
+    starts = [number for number, line in enumerate(lines) if line["event"] == "start"]
+    if not starts:
         return None
-    match lines[-1]:
-        case {"event": "end", "was_asked_to_stop": asked}:
-            return "asked to stop" if asked else None
-        case {"event": "failure", "cause": cause}:
-            return str(cause)
+    for line in lines[starts[-1] :]:
+        match line:
+            case {"event": "end", "was_asked_to_stop": asked}:
+                return "asked to stop" if asked else None
+            case {"event": "failure", "cause": cause}:
+                return str(cause)
     return WITHOUT_A_WORD
 
 

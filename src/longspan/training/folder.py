@@ -34,7 +34,12 @@ def check_run_folder(run_dir: Path, *, resume: bool) -> None:
 
 
 def open_run_folder(run: Run, run_dir: Path, device: torch.device, source: Source) -> None:
-    """Make the run's folder and write what is known at the start."""
+    """Make the run's folder and write what is known at the start.
+
+    That other data was accepted once does not hold for good.
+    """
+    data = run.data.model_copy(update={"accept_changed": False})
+    run = run.model_copy(update={"data": data})
     try:
         (run_dir / CHECKPOINTS).mkdir(parents=True, exist_ok=True)
         remove_leftovers(run_dir / CHECKPOINTS)

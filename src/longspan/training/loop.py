@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -79,22 +79,27 @@ def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None 
     if world.is_main:
         check_run_folder(run_dir, resume=resume)
     device = choose_device(run, world.local_rank)
+    given = resolve(run, device)
     while True:
-        fitting = with_hint(resolve(run, device), run_dir) if resume else resolve(run, device)
+        fitting = with_hint(given, run_dir) if resume else given
         try:
             with placement(run.layout, world, device, run.train.hang_s) as placed:
-                return _train(fitting, run_dir, device, placed, resume=resume)
+                return _train(fitting, given, run_dir, device, placed, resume=resume)
         except OutOfMemory as error:
-            # Others may wait for this rank in a collective: the whole world starts again, or none.
-            if not leave_hint(fitting, run_dir) or world.size > 1:
+            if not leave_hint(fitting, run_dir):
                 raise
+            # Others may wait for this rank in a collective: the whole world starts again, or none.
+            # And only PyTorch itself lets go of a model.
+            if world.size > 1 or run.engine.name != "native":
+                text = f"{error}\nwhen it is resumed, it goes on with half the micro-batch"
+                raise OutOfMemory(text) from None
             print(f"longspan: {error}\ntrying again with half the micro-batch", file=sys.stderr)
         resume = True
         torch.cuda.empty_cache()
 
 
 def _train(
-    run: Run, run_dir: Path, device: torch.device, placed: Placement, *, resume: bool
+    run: Run, given: Run, run_dir: Path, device: torch.device, placed: Placement, *, resume: bool
 ) -> Result:
     is_main = placed.world.is_main
     source = open_source(run.data, run.model)
@@ -116,12 +121,12 @@ def _train(
         engine.load_weights(reader_of(Path(run.train.initial), run))
 
     if is_main:
-        open_run_folder(run, run_dir, device, source)
+        open_run_folder(given, run_dir, device, source)
     meter = Meter(run, device, state.step, placed.world.size)
     metrics_file = run_dir / "metrics.jsonl" if is_main else None
     history = History(run_dir / HISTORY if is_main else None)
     with (
-        failures_noted(history, state, run, device),
+        failures_noted(History(run_dir / HISTORY), state, run, device),  # of any rank
         Requests(run_dir if is_main else None) as requests,
         Watchdog(run_dir, placed.world, run.train.hang_s, state.step) as watchdog,
         MetricsFile(metrics_file, step=state.step) as metrics,
@@ -218,7 +223,8 @@ def failures_noted(
         raise
     except Exception as error:
         cause = shorten(f"{type(error).__name__}: {error}", CAUSE_WIDTH)
-        history.write("failure", state.step, cause=cause)
+        with suppress(OSError):
+            history.write("failure", state.step, cause=cause)
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(explain(error, state, run, device)) from None

@@ -45,13 +45,14 @@ def explain(error: BaseException, state: State, run: Run, device: torch.device) 
     """For people: which class of tensors has how much, and the changes that would help."""
     held = usage(state, device)
     total = sum(held.values())
-    lines = [f"out of memory in step {state.step + 1}: {str(error).splitlines()[0]}"]
+    said = str(error).splitlines() or [type(error).__name__]
+    lines = [f"out of memory in step {state.step + 1}: {said[0]}"]
     lines += [
         f"  {name:<28}{_size(size):>12}{size / max(1, total):>6.0%}" for name, size in held.items()
     ]
     wanted = wanted_bytes(error)
     lines.append("what would free memory, the cheapest first:")
-    for change in changes(held, run):
+    for change in changes(held, run, state.placed.world.size):
         fits = "" if wanted is None else ", enough" if change.frees >= wanted else ", not enough"
         lines.append(
             f"  {change.setting:<36}about {_size(change.frees)}{fits}; costs {change.cost}"
@@ -75,9 +76,11 @@ def usage(state: State, device: torch.device) -> dict[str, int]:
     return {**held, "activations and the rest": max(0, peak - sum(held.values()))}
 
 
-def changes(held: dict[str, int], run: Run) -> list[Change]:
+def changes(held: dict[str, int], run: Run, world: int) -> list[Change]:
     """What the run file could still change, the cheapest first."""
     train, layout = run.train, run.layout
+    is_native = run.engine.name == "native"
+    is_sharded = layout.resolve(world)["shard"] > 1
     rest = held["activations and the rest"]
     weights = sum(held.values()) - rest
     kept = {remat: kept_values(run, remat) for remat in ("none", "selective", "full")}
@@ -90,7 +93,7 @@ def changes(held: dict[str, int], run: Run) -> list[Change]:
     if train.remat == "none":
         frees = rest * (1 - kept["selective"] / now)
         found.append(Change("train.remat=selective", frees, "a few percent of the time"))
-    if train.optimizer == "adamw":
+    if train.optimizer == "adamw" and is_native:
         found.append(
             Change("train.optimizer=adamw8bit", held["optimizer state"] * 0.75, "8-bit moments")
         )
@@ -102,7 +105,7 @@ def changes(held: dict[str, int], run: Run) -> list[Change]:
             Change("train.offload_activations=true", rest * 0.8, "copies to the CPU and back")
         )
     found.append(Change("twice the ranks of layout.shard", weights / 2, "twice the devices"))
-    if not layout.offload and layout.shard != 1:
+    if not layout.offload and is_native and is_sharded:
         found.append(Change("layout.offload=true", weights, "the optimizer runs on the CPU"))
     return found
 
@@ -142,7 +145,7 @@ def with_hint(run: Run, run_dir: Path) -> Run:
     """The run with the micro-batch that an earlier start has found to fit."""
     try:
         text = (run_dir / HINT).read_text(encoding="utf-8").strip()
-    except OSError:
+    except (OSError, ValueError):
         return run
     fits = int(text) if text.isdecimal() else 0
     if not 0 < fits < run.train.micro_batch or run.train.micro_batch % fits:

@@ -14,6 +14,7 @@ import faulthandler
 import os
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
@@ -101,7 +102,8 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._over.wait(self._between):
-            os.utime(self._file)  # this process runs, wherever it waits
+            with suppress(OSError):
+                os.utime(self._file)  # this process runs, wherever it waits
             still = time.monotonic() - self._moved
             if still > self._seconds:
                 self._end()
@@ -115,6 +117,8 @@ class Watchdog:
 
     def _warn(self) -> None:
         beats = self._beats()
+        if not beats:
+            return
         last, first = beats[0], beats[-1]
         if last.count < first.count or not last.looks:
             self._has_warned = True
@@ -122,6 +126,12 @@ class Watchdog:
             print(text, file=sys.stderr, flush=True)
 
     def _end(self) -> None:
+        try:
+            self._tell()
+        finally:  # whatever cannot be told
+            os._exit(1)
+
+    def _tell(self) -> None:
         beats = self._beats()
         behind = beats[0] if beats else None
         awaited = awaited_collective()
@@ -135,7 +145,5 @@ class Watchdog:
         )
         faulthandler.dump_traceback(sys.stderr)
         sys.stderr.flush()
-        if self._rank == min(beat.rank for beat in beats if beat.looks):
-            history = History(self._folder.parent / HISTORY)
-            history.write("failure", self.steps, cause=f"a hang, furthest behind {behind}")
-        os._exit(1)
+        history = History(self._folder.parent / HISTORY)
+        history.write("failure", self.steps, cause=f"a hang, furthest behind {behind}")

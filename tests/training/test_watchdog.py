@@ -1,0 +1,31 @@
+"""A watchdog that has nothing to tell still ends what hangs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HANG = """
+import sys, time
+from pathlib import Path
+from longspan.faults import reach
+from longspan.parallel.world import World
+from longspan.training.watchdog import Watchdog
+with Watchdog(Path(sys.argv[1]), World(), 1.0, 0):
+    if sys.argv[2] == "reached":
+        reach("data")
+    time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("how", ["reached", "at no point", "history unwritable"])
+def test_a_hang_ends_whatever_can_be_told(tmp_path: Path, how: str) -> None:
+    if how == "history unwritable":
+        (tmp_path / "history.jsonl").mkdir()
+    command = [sys.executable, "-c", HANG, str(tmp_path), how]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 1
+    assert "nothing has moved on rank 0 for 1 s" in done.stderr
