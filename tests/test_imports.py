@@ -51,7 +51,7 @@ MAY_IMPORT = {
         "config",
         "runfile",
     },
-    "drill": {"checkpoint", "config", "runfile"},
+    "drill": {"checkpoint", "config", "runfile", "tracking"},
     "verify": {"checkpoint", "config", "launching", "runfile"},
     "__main__": {"cli"},
 }

@@ -101,7 +101,6 @@ def test_all_problems_come_at_once_with_path_cause_and_cure() -> None:
         (["engine.name=deepspeed", "layout.offload=true"], "layout.offload", "native engine's"),
         (["engine.name=deepspeed", "train.optimizer=adamw8bit"], "train.optimizer", "native"),
         (["engine.name=deepspeed", "train.compile=true"], "train.compile", "ZeRO-3's hooks"),
-        (["engine.name=deepspeed", "train.precision=fp16"], "train.precision", "not there yet"),
         (
             ["engine.name=deepspeed", "layout.zero=2", "engine.offload_parameters=cpu"],
             "engine.offload_parameters",

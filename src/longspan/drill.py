@@ -9,7 +9,6 @@ damaged while the run is down.
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -28,6 +27,7 @@ from longspan.config import Run
 from longspan.errors import UserError
 from longspan.faults import FAULT, LOG, PARENT, POISON
 from longspan.runfile import load_run
+from longspan.tracking import lines_of
 
 POINTS = ("step", "staging", "writing", "naming", "pruning", "evaluation", "start")
 DAMAGES = ("flip a byte", "cut a file short", "remove a file", "remove the manifest")
@@ -152,7 +152,8 @@ class _Drill:
         self._finish(self._broken, outcomes)
         both = (self._unbroken, self._broken)
         for folder in both:
-            lost = [line["step"] for line in _lines(folder) if line.get("loss", 0.0) is None]
+            lines = lines_of(folder / "metrics.jsonl")
+            lost = [line["step"] for line in lines if line.get("loss", 0.0) is None]
             if lost != self._poisoned:
                 self._wrong.append(f"{folder.name}: no number as loss in steps {lost}")
         a, b = (_files(all_in(folder / "checkpoints")[-1]) for folder in both)
@@ -272,7 +273,7 @@ class _Drill:
             )
 
     def _last_step(self) -> int:
-        return max((line["step"] for line in _lines(self._broken)), default=0)
+        return max((line["step"] for line in lines_of(self._broken / "metrics.jsonl")), default=0)
 
     def _until(self, condition: Any) -> None:
         deadline = time.monotonic() + TIMEOUT_S
@@ -280,17 +281,6 @@ class _Drill:
             if time.monotonic() > deadline:
                 raise UserError(f"nothing happened for {TIMEOUT_S:.0f} s")
             time.sleep(0.01)
-
-
-def _lines(run_dir: Path) -> list[dict[str, Any]]:
-    file = run_dir / "metrics.jsonl"
-    found = []
-    for line in file.read_text().splitlines() if file.exists() else []:
-        try:
-            found.append(json.loads(line))
-        except ValueError:
-            break  # cut short by the fault
-    return found
 
 
 def _alive(launcher: int) -> bool:

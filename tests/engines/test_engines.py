@@ -21,6 +21,7 @@ from longspan.checkpoint import Box
 from longspan.config import Run
 from longspan.data import open_source
 from longspan.engines import Engine, open_engine
+from longspan.engines.optimizer import set_learning_rate
 from longspan.engines.settings import zero_stage
 from longspan.parallel.placement import placement
 from longspan.parallel.world import World
@@ -105,7 +106,7 @@ def _refuse_steps(rank: int, world: int, run: Run) -> list[float]:
     device, source = torch.device("cpu"), open_source(run.data, run.model)
     with placement(run.layout, World(rank, world, rank), device) as placed:
         engine = open_engine(run, placed, device)
-        engine.learning_rate = 0.01
+        set_learning_rate(engine.optimizer, 0.01)
         indices = placed.own(range(8))
         samples = [source.sample(0, index) for index in indices]
         moved = []
@@ -188,6 +189,11 @@ def test_bad_steps_are_not_taken() -> None:
     options.append(["engine.name=accelerate", "layout.zero=0"])
     for moved in run_apart(refuse_steps, 2, options)[0]:
         assert [x > 0 for x in moved] == [True, False, False, True]
+
+
+def test_a_scaled_step_that_is_refused_is_not_taken() -> None:
+    moved = _refuse_steps(0, 1, run_of(1, "train.precision=fp16", "train.device=auto"))
+    assert [x > 0 for x in moved] == [True, False, False, True]
 
 
 def test_one_process_needs_no_launcher(folder: Path, tmp_path: Path) -> None:

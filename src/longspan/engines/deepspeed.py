@@ -28,7 +28,7 @@ from longspan.attention import KVCache, pattern_of
 from longspan.checkpoint import Box, Part
 from longspan.config import Run
 from longspan.data import Sample, batch_of
-from longspan.engines.optimizer import build_optimizer, set_learning_rate
+from longspan.engines.optimizer import build_optimizer
 from longspan.engines.protocol import Judge, Read, Reader
 from longspan.engines.scaling import LossScale
 from longspan.engines.settings import Settings, deepspeed_settings
@@ -118,14 +118,6 @@ class DeepSpeed:
     @property
     def reader(self) -> Reader:
         return _Gathering(self.model, self._deepspeed) if self._stage == 3 else self.model
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    @learning_rate.setter
-    def learning_rate(self, lr: float) -> None:
-        set_learning_rate(self.optimizer, lr)
 
     def backward(self, samples: list[Sample], scale: Tensor) -> Tensor:
         total, size = torch.zeros((), device=self._device), self._run.train.micro_batch

@@ -13,13 +13,7 @@ from torch import Tensor, nn
 from longspan.checkpoint import Box, Part
 from longspan.config import Run
 from longspan.data import Sample, batch_of
-from longspan.engines.optimizer import (
-    build_optimizer,
-    load_moment,
-    moments,
-    set_learning_rate,
-    take_step,
-)
+from longspan.engines.optimizer import build_optimizer, load_moment, moments, take_step
 from longspan.engines.protocol import Judge, Read, Reader
 from longspan.models import new_decoder
 from longspan.parallel.pipeline import Around, Pipelined
@@ -41,14 +35,6 @@ class Native:
     @property
     def reader(self) -> Reader:
         return self.module if isinstance(self.module, Pipelined) else self.model
-
-    @property
-    def learning_rate(self) -> float:
-        return float(self.optimizer.param_groups[0]["lr"])
-
-    @learning_rate.setter
-    def learning_rate(self, lr: float) -> None:
-        set_learning_rate(self.optimizer, lr)
 
     def backward(self, samples: list[Sample], scale: Tensor) -> Tensor:
         placed, device = self._placed, self._device

@@ -44,7 +44,7 @@ class Engine(Protocol):
     module: nn.Module
     """What a step calls."""
     optimizer: Optimizer
-    learning_rate: float
+    """Of which the loop sets the learning rate."""
 
     @property
     def reader(self) -> Reader:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from longspan.config import Run, derived_values
 from longspan.data import Baseline, Sample, Source, batch_of, count_targets, open_source
 from longspan.engines import Reader, open_engine
+from longspan.engines.optimizer import set_learning_rate
 from longspan.errors import Diverged, OutOfMemory, Stopped
 from longspan.faults import is_poisoned, reach
 from longspan.models import count_parameters
@@ -242,7 +243,7 @@ def train_step(
     reach("data")
     indices = state.next_samples(train.global_batch)
     tokens_with_loss = max(1, sum(source.targets_in(train.seed, index) for index in indices))
-    state.engine.learning_rate = learning_rate(train, state.step)
+    set_learning_rate(state.engine.optimizer, learning_rate(train, state.step))
     samples = [source.sample(train.seed, index) for index in placed.own(indices)]
     reach("backward")
     # The ranks' gradients are averaged and should be summed.

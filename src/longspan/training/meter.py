@@ -77,7 +77,7 @@ class Meter:
             "step": state.step,
             "tokens": state.samples * self._run.data.context,
             "loss": self.last_loss,
-            "lr": state.engine.learning_rate,
+            "lr": float(state.engine.optimizer.param_groups[0]["lr"]),
             "grad_norm": norm if math.isfinite(norm := grad_norm.item()) else None,
             "skipped_steps": int(state.guard.skipped),
             "tokens_per_s": rate,
