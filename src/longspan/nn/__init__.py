@@ -4,5 +4,15 @@ from longspan.nn.loss import cross_entropy_sum, logits_of
 from longspan.nn.mlp import SwiGLU
 from longspan.nn.norm import RMSNorm
 from longspan.nn.rope import apply_rope, rope_table
+from longspan.nn.sketched import LowRankLinear, SKLinear
 
-__all__ = ["RMSNorm", "SwiGLU", "apply_rope", "cross_entropy_sum", "logits_of", "rope_table"]
+__all__ = [
+    "LowRankLinear",
+    "RMSNorm",
+    "SKLinear",
+    "SwiGLU",
+    "apply_rope",
+    "cross_entropy_sum",
+    "logits_of",
+    "rope_table",
+]

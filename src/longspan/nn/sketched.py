@@ -1,0 +1,393 @@
+"""Linear layers that store fewer numbers than in · out: a product of two thin factors.
+
+`LowRankLinear` is y = x A B + b. `SKLinear` is a sum of l sketched terms of rank k,
+
+    y = 1/(2l) Σᵢ (x S1ᵢ U1ᵢ + x U2ᵢ S2ᵢ) + b,
+
+where S1ᵢ (in, k) and S2ᵢ (k, out) are trained and U1ᵢ (k, out), U2ᵢ (in, k) are fixed: signs drawn
+from a seed, divided by √k. Side by side, with R = l · k, the terms are two products,
+
+    h = x [S1 | U2],   y = h [U1 ; S2] / 2l + b,   h: (tokens, 2R),
+
+so what a layer can express depends on R alone, and l is a scale. Stored are R (in + out) numbers;
+forward takes 2R (in + out) multiplications per token where a dense layer takes in · out, and a
+low-rank layer of equal storage R (in + out).
+
+The factors may be split over the ranks of a mesh: S1 and U2 by input, U1 and S2 by output. Then x
+and y are a rank's own features, and of a token only h forward and its gradient backward are summed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed._functional_collectives import all_reduce, wait_tensor
+from torch.distributed.tensor import DTensor, Shard
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a linear layer takes, its bias left out."""
+
+    stored: int
+    """Numbers that are trained, and stand in a checkpoint."""
+    forward: int
+    """FLOPs per token."""
+    backward: int
+    """FLOPs per token, for the gradients of the input and of what is trained."""
+
+    @staticmethod
+    def dense(in_features: int, out_features: int) -> Cost:
+        size = in_features * out_features
+        return Cost(size, 2 * size, 4 * size)
+
+    @staticmethod
+    def low_rank(in_features: int, out_features: int, rank: int) -> Cost:
+        size = rank * (in_features + out_features)
+        return Cost(size, 2 * size, 4 * size)
+
+    @staticmethod
+    def sketched(in_features: int, out_features: int, rank: int) -> Cost:
+        """`rank`: of all terms together. Fixed factors are multiplied by but get no gradient."""
+        size = rank * (in_features + out_features)
+        return Cost(size, 4 * size, 6 * size)
+
+    def excess_over(self, other: Cost) -> list[str]:
+        """In what it exceeds `other`, with the numbers."""
+        figures = [
+            ("stores", self.stored, other.stored, "numbers"),
+            ("computes", self.forward, other.forward, "FLOPs per token forward"),
+            (
+                "computes",
+                self.forward + self.backward,
+                other.forward + other.backward,
+                "FLOPs per token in training",
+            ),
+        ]
+        return [
+            f"{verb} {own:,} {what} where nn.Linear has {its:,}"
+            for verb, own, its, what in figures
+            if own > its
+        ]
+
+
+def rank_for(in_features: int, out_features: int, keep: float) -> int:
+    """The largest rank at which a layer stores at most `keep` of a dense layer's numbers."""
+    return int(keep * in_features * out_features / (in_features + out_features))
+
+
+class FactoredLinear(nn.Module):
+    """What the two forms share: trained factors s1 (in, R) and s2 (R, out), and how they apply."""
+
+    u1: Tensor | None
+    u2: Tensor | None
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        bias: bool,
+        place: dict[str, Any],
+        scale: float = 1.0,
+        sign: float = 1.0,
+    ) -> None:
+        super().__init__()
+        for name, value in (("in", in_features), ("out", out_features), ("rank", rank)):
+            if value < 1:
+                raise ValueError(f"expected {name} of at least 1, got {value}")
+        self.in_features, self.out_features, self.rank = in_features, out_features, rank
+        self.scale, self.sign = scale, sign
+        self.part = 0, 1
+        """Which of how many parts of the features this rank has."""
+        self.s1 = nn.Parameter(torch.empty(in_features, rank, **place))
+        self.s2 = nn.Parameter(torch.empty(rank, out_features, **place))
+        self.register_parameter(
+            "bias", nn.Parameter(torch.empty(out_features, **place)) if bias else None
+        )
+        self.register_buffer("u1", None)
+        self.register_buffer("u2", None)
+
+    @property
+    def cost(self) -> Cost:
+        raise NotImplementedError
+
+    def std_for(self, dense: float) -> float:
+        """Of the trained factors, so that the layer is as large as a dense one of std `dense`."""
+        raise NotImplementedError
+
+    def reset_parameters(self) -> None:
+        """As large as nn.Linear's: weights of variance 1/(3 in), its bias the same."""
+        with torch.no_grad():
+            for s in (self.s1, self.s2):
+                s.normal_(std=self.std_for(1 / math.sqrt(3 * self.in_features)))
+            if self.bias is not None:
+                bound = 1 / math.sqrt(self.in_features)
+                self.bias.uniform_(-bound, bound)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x (..., in) to (..., out); of a split layer, this rank's features of both."""
+        group = self.s1.device_mesh.get_group() if isinstance(self.s1, DTensor) else None
+        s1, s2 = _own(self.s1, 0), _own(self.s2, 1)
+        bias = None if self.bias is None else _own(self.bias, 0)
+        if x.shape[-1] != s1.shape[0]:
+            raise ValueError(f"expected x (..., {s1.shape[0]}), got {tuple(x.shape)}")
+        device = x.device.type
+        if torch.is_autocast_enabled(device):
+            x = x.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            out: Tensor = _Factored.apply(  # type: ignore[no-untyped-call]
+                x, s1, s2, bias, self.u1, self.u2, self.scale, self.sign, group
+            )
+        return out
+
+    @torch.no_grad()
+    def dense_weight(self) -> Tensor:
+        """The (out, in) weight of the nn.Linear that computes the same."""
+        a, b = _factors(self.s1, self.s2, self.u1, self.u2, self.scale, self.sign, self.s1.dtype)
+        return (a @ b).T
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"rank={self.rank}, bias={self.bias is not None}"
+        )
+
+
+class LowRankLinear(FactoredLinear):
+    """y = x A B + b, with s1 = A (in, rank) and s2 = B (rank, out)."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        rank: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        place = {"device": device, "dtype": dtype}
+        super().__init__(in_features, out_features, rank, bias, place)
+        _warn_of_excess(self)
+        self.reset_parameters()
+
+    @property
+    def cost(self) -> Cost:
+        return Cost.low_rank(self.in_features, self.out_features, self.rank)
+
+    def std_for(self, dense: float) -> float:
+        # R products of two such numbers make one of the dense weight: R σ⁴ = dense².
+        return float((dense**2 / self.rank) ** 0.25)
+
+
+class SKLinear(FactoredLinear):
+    """y = 1/(2l) Σᵢ (x S1ᵢ U1ᵢ + x U2ᵢ S2ᵢ) + b, of l = `num_terms` terms of rank k = `low_rank`.
+
+    s1 (in, l · k) holds the S1ᵢ side by side, s2 (l · k, out) the S2ᵢ one below the other, and so
+    do u2 and u1, as signs in 8 bits. The signs follow from `seed`, are the same everywhere and do
+    not stand in a state dict unless `store_signs`; the seed does. Layers of one model should have
+    different seeds.
+
+    `sketch_size`, or a third argument alone, is the rank of one term. Under
+    DistributedDataParallel give `broadcast_buffers=False`: every rank has the signs already.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        num_terms: int | None = None,
+        low_rank: int | None = None,
+        bias: bool = True,
+        *,
+        sketch_size: int | None = None,
+        seed: int = 0,
+        store_signs: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        if low_rank is None and (num_terms is None) != (sketch_size is None):
+            num_terms, low_rank = 1, num_terms if sketch_size is None else sketch_size
+        elif sketch_size is not None or num_terms is None or low_rank is None:
+            raise ValueError(
+                "expected num_terms and low_rank, or sketch_size alone, got "
+                f"num_terms={num_terms}, low_rank={low_rank}, sketch_size={sketch_size}"
+            )
+        if num_terms < 1:
+            raise ValueError(f"expected num_terms of at least 1, got {num_terms}")
+        self.num_terms, self.low_rank = num_terms, low_rank
+        place = {"device": device, "dtype": dtype}
+        rank, sign = num_terms * low_rank, max(low_rank, 1) ** -0.5
+        super().__init__(in_features, out_features, rank, bias, place, 0.5 / num_terms, sign)
+        self.seed = seed
+        for name, value in zip(("u1", "u2"), self._signs(self.s1.device), strict=True):
+            self.register_buffer(name, value, persistent=store_signs)
+        _warn_of_excess(self)
+        self.reset_parameters()
+
+    @property
+    def cost(self) -> Cost:
+        return Cost.sketched(self.in_features, self.out_features, self.rank)
+
+    def std_for(self, dense: float) -> float:
+        # R products with ±1/√k on each of two sides, over 2l: 2 R σ² / (k · 4l²) = dense².
+        return dense * math.sqrt(2 * self.num_terms)
+
+    def split(self, part: int, parts: int) -> None:
+        """Keep the signs of one of `parts` parts of the features."""
+        self.part = part, parts
+        self._draw_signs(self.s1.device)
+
+    def _draw_signs(self, device: torch.device) -> None:
+        self.u1, self.u2 = self._signs(device)
+
+    def _signs(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """This rank's part of U1 (rank, out) and U2 (in, rank)."""
+        part, parts = self.part
+        u1 = signs(f"{self.seed} u1", self.rank, self.out_features, device)
+        u2 = signs(f"{self.seed} u2", self.in_features, self.rank, device)
+        return u1.chunk(parts, 1)[part].contiguous(), u2.chunk(parts, 0)[part].contiguous()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SKLinear:
+        """Moving from the meta device, or to_empty, leaves signs that are none: draw them again."""
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        assert self.u1 is not None
+        self._draw_signs(self.u1.device)
+        return self
+
+    def get_extra_state(self) -> Tensor:
+        return torch.tensor(self.seed)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        assert self.u1 is not None
+        self.seed = int(state)
+        self._draw_signs(self.u1.device)
+
+    def extra_repr(self) -> str:
+        return f"num_terms={self.num_terms}, low_rank={self.low_rank}, {super().extra_repr()}"
+
+
+def _warn_of_excess(layer: FactoredLinear) -> None:
+    found = layer.cost.excess_over(Cost.dense(layer.in_features, layer.out_features))
+    if found:
+        message = f"{type(layer).__name__} {layer.in_features} -> {layer.out_features} of rank "
+        warnings.warn(f"{message}{layer.rank} {'; '.join(found)}", stacklevel=3)
+
+
+def _own(x: Tensor, dim: int) -> Tensor:
+    """This rank's part of a factor."""
+    if not isinstance(x, DTensor):
+        return x
+    assert x.placements == (Shard(dim),), f"split by features, got {x.placements}"
+    return x.to_local()
+
+
+def signs(key: str, rows: int, columns: int, device: torch.device) -> Tensor:
+    """(rows, columns) of ±1 in 8 bits that follow from `key` alone, on any device, for ever.
+
+    Bit j of word w is that of a hash of (w, key) [C. Wellons' "lowbias32", twice]: a checkpoint
+    holds no signs, so they may not depend on a library's stream of random numbers.
+    """
+    if device.type == "meta":
+        return torch.empty(rows, columns, dtype=torch.int8, device=device)
+    digest = hashlib.sha256(key.encode()).digest()
+    low, high = (int.from_bytes(digest[i : i + 4], "big") for i in (0, 4))
+    count = -(-rows * columns // 32)
+    words = torch.arange(count, dtype=torch.int64, device=device)
+    words = _mixed(_mixed((words + low) & 0xFFFFFFFF) ^ high)
+    bits = torch.empty(count, 32, dtype=torch.int8, device=device)
+    for j in range(32):
+        bits[:, j] = (words >> j) & 1
+    return bits.mul_(2).sub_(1).flatten()[: rows * columns].view(rows, columns)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """A hash of 32-bit numbers, in 64 bits that never overflow: the factors are below 2³¹."""
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
+    x = ((x ^ (x >> 15)) * (0x846CA68B - (1 << 32))) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _factors(
+    s1: Tensor,
+    s2: Tensor,
+    u1: Tensor | None,
+    u2: Tensor | None,
+    scale: float,
+    sign: float,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """[S1 | sign · U2] (in, 2R) and scale · [sign · U1 ; S2] (2R, out)."""
+    if u1 is None or u2 is None:
+        return s1.to(dtype), s2.to(dtype)
+    a = torch.cat([s1.to(dtype), u2.to(dtype) * sign], dim=1)
+    b = torch.cat([u1.to(dtype) * (sign * scale), (s2 * scale).to(dtype)])
+    return a, b
+
+
+def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    if group is None:
+        return x
+    total: Tensor = wait_tensor(all_reduce(x, "sum", group))  # type: ignore[no-untyped-call]
+    return total
+
+
+class _Factored(torch.autograd.Function):
+    """x to x A B + b, without gradients of the fixed parts of A and B.
+
+    A and B are put together again for the backward pass instead of kept: of a sharded layer the
+    whole factors would else stay from forward to backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        s1: Tensor,
+        s2: Tensor,
+        bias: Tensor | None,
+        u1: Tensor | None,
+        u2: Tensor | None,
+        scale: float,
+        sign: float,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        a, b = _factors(s1, s2, u1, u2, scale, sign, x.dtype)
+        rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
+        h = _summed(rows @ a, group)
+        y = h @ b if bias is None else torch.addmm(bias.to(x.dtype), h, b)
+        ctx.save_for_backward(rows, h[:, -s2.shape[0] :], s1, s2, u1, u2)
+        ctx.scale, ctx.sign, ctx.group, ctx.shape = scale, sign, group, x.shape
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        return y.view(*x.shape[:-1], b.shape[1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, h2, s1, s2, u1, u2 = ctx.saved_tensors
+        wants_x, wants_s1, wants_s2, wants_bias = ctx.needs_input_grad[:4]
+        a, b = _factors(s1, s2, u1, u2, ctx.scale, ctx.sign, rows.dtype)
+        dy = grad.reshape(-1, grad.shape[-1])
+        dx = ds1 = ds2 = dbias = None
+        if wants_x or wants_s1:
+            g = _summed(dy @ b.T, ctx.group)
+            if wants_x:
+                dx = (g @ a.T).view(ctx.shape)
+            if wants_s1:
+                ds1 = (rows.T @ g[:, : s1.shape[1]]).to(s1.dtype)
+        if wants_s2:
+            ds2 = (h2.T @ dy).to(s2.dtype) * ctx.scale
+        if wants_bias:
+            dbias = dy.sum(0).to(ctx.bias_dtype)
+        return dx, ds1, ds2, dbias, None, None, None, None, None
