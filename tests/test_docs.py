@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from longspan.cli import _parse
-from longspan.config import Section
+from longspan.config import Section, Sketch
 from longspan.runfile import SECTIONS, load_run
 
 ROOT = Path(__file__).parents[1]
@@ -21,16 +21,20 @@ def reference(name: str, section: type[Section]) -> str:
     """A section's table of keys as it must stand in docs/run-file.md."""
     rows = [f"### [{name}]", "", "| key | default | meaning |", "| --- | --- | --- |"]
     for key, field in section.model_fields.items():
-        default = "" if field.default in (None, ()) else f"`{field.default!r}`".replace("'", '"')
+        empty = field.default in (None, (), {}) or isinstance(field.default, Section)
+        default = "" if empty else f"`{field.default!r}`".replace("'", '"')
         meaning = " ".join((field.description or "").split())
         assert meaning, f"{name}.{key} has no description"
         rows.append(f"| `{key}` | {default} | {meaning} |")
     return "\n".join(rows)
 
 
-@pytest.mark.parametrize("name", SECTIONS)
+TABLES: dict[str, type[Section]] = {**SECTIONS, "model.sketch": Sketch}
+
+
+@pytest.mark.parametrize("name", TABLES)
 def test_every_key_of_the_run_file_is_documented(name: str) -> None:
-    assert reference(name, SECTIONS[name]) in (ROOT / "docs" / "run-file.md").read_text()
+    assert reference(name, TABLES[name]) in (ROOT / "docs" / "run-file.md").read_text()
 
 
 def commands() -> list[str]:

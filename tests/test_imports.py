@@ -26,6 +26,7 @@ MAY_IMPORT = {
     "tracking": {"config"},
     "training": {
         "models",
+        "nn",
         "attention",
         "data",
         "checkpoint",

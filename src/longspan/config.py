@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -31,6 +32,33 @@ class Section(BaseModel):
     )
 
 
+LINEAR_LAYERS = (
+    *[f"attention.{name}" for name in ("query", "key", "value", "out")],
+    *[f"mlp.{name}" for name in ("gate", "up", "down")],
+)
+"""Of a block, by name."""
+
+
+def rank_for(in_features: int, out_features: int, keep: float) -> int:
+    """The largest rank at which a layer stores at most `keep` of a dense layer's numbers."""
+    return int(keep * in_features * out_features / (in_features + out_features))
+
+
+class Sketch(Section):
+    keep: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Share of a dense layer's numbers that a layer stores, where neither rank says more."""
+    rank: Positive | None = None
+    """Rank of each term, for all layers."""
+    ranks: dict[str, Whole] = {}
+    """Rank of each term by a pattern for names (`"blocks.*.mlp.*" = 48`); 0 leaves one dense."""
+    terms: Positive = 1
+    """Sketched terms of a layer; a layer of l terms of rank k can do what one of rank l · k can."""
+    layers: str = "*"
+    """Which linear layers, as a pattern for their names (`blocks.*.mlp.*`); others are dense."""
+    seed: Whole = 0
+    """Of the fixed signs of sketched layers, which no checkpoint holds."""
+
+
 class Model(Section):
     preset: Literal["tiny", "125m", "350m", "1.3b", "7b", "13b"] = "tiny"
     """A size by name; every other key of this section replaces one of its values."""
@@ -52,6 +80,10 @@ class Model(Section):
     """MAGNETO's extra norms before the attention's and the MLP's last projection, and its init."""
     rope_base: Annotated[float, Field(gt=1)] | None = None
     """Base of the rotary embedding; unless given, chosen from `data.context`."""
+    linear: Literal["dense", "sketched", "low_rank"] = "dense"
+    """How the blocks' linear layers are stored; see [model.sketch] for those that are not dense."""
+    sketch: Sketch = Sketch()
+    """A table of its own, [model.sketch]."""
 
     @model_validator(mode="before")
     @classmethod
@@ -69,6 +101,20 @@ class Model(Section):
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
+
+    def rank_of(self, name: str, in_features: int, out_features: int) -> int:
+        """The rank of each term of a linear layer, `name` being blocks.3.mlp.up; 0 for a dense one.
+
+        The first pattern of `sketch.ranks` that matches counts.
+        """
+        sketch = self.sketch
+        if self.linear == "dense" or not fnmatchcase(name, sketch.layers):
+            return 0
+        matching = (rank for glob, rank in sketch.ranks.items() if fnmatchcase(name, glob))
+        found = next(matching, sketch.rank)
+        if found is not None:
+            return found
+        return max(1, rank_for(in_features, out_features, sketch.keep) // sketch.terms)
 
     def rope_base_for(self, context: int) -> float:
         """The base that turns the slowest pair of channels by at most ¼ radian over the context.

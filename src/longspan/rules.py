@@ -6,18 +6,21 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from importlib.metadata import version
 from typing import Any
 
 from longspan.config import (
     BLOCK_SPARSE_KEYS,
     DILATED_KEYS,
+    LINEAR_LAYERS,
     Attention,
     Data,
     Engine,
     Layout,
     Model,
     Section,
+    Sketch,
     Train,
     block_problem,
     branch_problems,
@@ -62,6 +65,29 @@ def _model_rules(model: Model) -> list[Problem]:
                 f"{model.kv_heads} does not divide model.heads = {model.heads}: use {below}",
             )
         )
+    return problems
+
+
+def _sketch_rules(model: Model) -> list[Problem]:
+    sketch = model.sketch
+    if model.linear == "dense":
+        if sketch == Sketch():
+            return []
+        message = 'has no use with linear = "dense": remove it, or set model.linear'
+        return [Problem("model.sketch", message)]
+    problems = []
+    if model.linear == "low_rank" and sketch.terms > 1:
+        message = f'is {sketch.terms}, and linear = "low_rank" has one: leave it out'
+        problems.append(Problem("model.sketch.terms", message))
+    patterns = {"model.sketch.layers": sketch.layers}
+    patterns |= {f"model.sketch.ranks.{pattern}": pattern for pattern in sketch.ranks}
+    blocks = range(min(model.layers, 1024))  # more need not be looked at to find a slip
+    names = [f"blocks.{index}.{layer}" for index in blocks for layer in LINEAR_LAYERS]
+    problems += [
+        Problem(path, f"{pattern!r} matches no linear layer; they have names such as {names[0]}")
+        for path, pattern in patterns.items()
+        if not any(fnmatchcase(name, pattern) for name in names)
+    ]
     return problems
 
 
@@ -234,9 +260,9 @@ def _layout_rules(
         for key in ("heads", "kv_heads", "ffn", "vocab")
         if getattr(model, key) % ranks["tensor"]
     ]
-    if ranks["tensor"] > 1 and model.sub_layer_norm:
-        message = "with model.sub_layer_norm is not there yet: turn one off"
-        problems_found.append(Problem("layout.tensor", message))
+    if ranks["tensor"] > 1 and layout.split_norms and model.linear != "dense":
+        message = f'has no use with model.linear = "{model.linear}", which splits by features'
+        problems_found.append(Problem("layout.split_norms", f"{message}: use false"))
     if layout.zero == 0 and ranks["sequence"] > 1:
         message = "is 0, and the ranks of a sequence share parameters: use 1, 2 or 3"
         problems_found.append(Problem("layout.zero", message))
@@ -335,6 +361,7 @@ def _deepspeed_problems(
 
 RULES: tuple[Callable[..., list[Problem]], ...] = (
     _model_rules,
+    _sketch_rules,
     _attention_rules,
     _train_rules,
     _recall_rules,

@@ -6,7 +6,8 @@ import difflib
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -149,19 +150,27 @@ def _plain(value: Any) -> Any:
 
 
 def _override(tables: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    tables = {k: dict(v) if isinstance(v, dict) else v for k, v in tables.items()}
+    tables = deepcopy(tables)
     for override in overrides:
         path, equals, text = override.partition("=")
-        section, dot, key = path.partition(".")
-        if not (equals and dot and section and key):
+        section, *keys = path.split(".")
+        if not (equals and section and keys and all(keys)):
             raise UserError(
                 f"an override must look like section.key=value, got {override!r}; "
                 "for example train.steps=100"
             )
-        table = tables.setdefault(section, {})
-        if isinstance(table, dict):
-            table[key] = _parse_value(text)
+        _set(tables, [section, *keys], _parse_value(text))
     return tables
+
+
+def _set(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
+    """table[a][b][c] = value for the path a, b, c; what is no table stays, to be refused."""
+    for key in path[:-1]:
+        inner = table.setdefault(key, {})
+        if not isinstance(inner, dict):
+            return
+        table = inner
+    table[path[-1]] = value
 
 
 def _parse_value(text: str) -> Any:
@@ -178,7 +187,13 @@ def _explain(key: str, section: type[Section], detail: ErrorDetails) -> Problem:
     path = ".".join([key, *loc])
     came = detail["input"]
     if detail["type"] in ("model_type", "model_attributes_type"):
-        return Problem(path, f"expected a table, [{key}], got {came!r}")
+        return Problem(path, f"expected a table, [{path}], got {came!r}")
+    while len(loc) > 1 and isinstance(inner := section.model_fields[loc[0]].default, Section):
+        section, loc = type(inner), loc[1:]  # a table within the table
+    if detail["type"] == "extra_forbidden":
+        fields = section.model_fields
+        hint = _did_you_mean(loc[0], fields) or f"; it has {', '.join(fields)}"
+        return Problem(path, f"unknown key{hint}")
     expected = detail["msg"].replace("Input should be", "expected")
     expected = expected.replace("expected greater", "expected a number greater")
     expected = expected.replace("expected less", "expected a number less")
@@ -188,7 +203,7 @@ def _explain(key: str, section: type[Section], detail: ErrorDetails) -> Problem:
         hint = _did_you_mean(came, [choice.strip("'") for choice in choices])
     elif loc and loc[0] in section.model_fields:
         default = section.model_fields[loc[0]].default
-        hint = f"; the default is {default!r}" if default not in (None, ()) else ""
+        hint = f"; the default is {default!r}" if default not in (None, (), {}) else ""
     return Problem(path, f"{expected}, got {came!r}{hint}")
 
 

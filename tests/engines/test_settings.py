@@ -168,7 +168,11 @@ def test_accelerate_is_held_to_its_mode(
 
 @pytest.mark.parametrize(
     "options",
-    [["engine.name=deepspeed", "engine.persistence_threshold=0"], ["engine.name=accelerate"]],
+    [
+        ["engine.name=deepspeed", "engine.persistence_threshold=0"],
+        ["engine.name=deepspeed", "engine.persistence_threshold=0", "model.linear=sketched"],
+        ["engine.name=accelerate"],
+    ],
     ids=lambda options: options[0],
 )
 def test_verify_compares_engines(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.data import open_source
 from longspan.engines import Native
@@ -17,6 +15,7 @@ from longspan.runfile import load_run
 from longspan.training.guard import Guard
 from longspan.training.loop import train_step
 from longspan.training.state import State
+from tests.collectives import Collectives
 from tests.harness import Ranks
 
 LAYERS = 3
@@ -32,20 +31,6 @@ SMALL = [
     "train.compile=false",
     "train.clip=0",
 ]
-
-
-class Collectives(TorchDispatchMode):
-    """Counts the operators of torch.distributed by name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.counts: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional"):
-            name = func.__name__.split(".")[0].removesuffix("_")
-            self.counts[name] += name not in ("wait_tensor", "_wrap_tensor_autograd")
-        return func(*args, **(kwargs or {}))
 
 
 def collectives_of_a_step(rank: int, world: int, overrides: list[str]) -> dict[str, int]:
@@ -103,6 +88,20 @@ def test_tensor(ranks: Ranks) -> None:
     embedding, norm = 1, 1
     assert {name: n for name, n in counts.items() if not name.startswith("gloo:")} == {
         "all_reduce": LAYERS * per_block + embedding,  # by DTensor
+        "allreduce": loss + norm,
+    }
+
+
+def test_tensor_with_sketched_layers(ranks: Ranks) -> None:
+    sketched = ["model.linear=sketched", "model.sketch.terms=2", "model.sketch.rank=3"]
+    counts = ranks.run(collectives_of_a_step, 2, ["layout.tensor=2", *sketched])[0]
+    per_block = 2 * 7 + 2 * 2  # between the factors of seven layers, and two norms, both ways
+    final_norm = 2
+    loss, norm = 3, 1
+    assert {name: n for name, n in counts.items() if not name.startswith("gloo:")} == {
+        "all_reduce": LAYERS * per_block + final_norm,
+        "reduce_scatter_tensor": 1,  # the embedding, whose rows lie on the ranks
+        "all_gather_into_tensor": 2,  # its gradient; what the head reads
         "allreduce": loss + norm,
     }
 

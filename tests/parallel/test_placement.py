@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -180,13 +181,71 @@ def test_nor_does_it_under_another_pattern(
     assert_same_run(tmp_path / "run", single(*pattern))
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
-def test_blocks_are_compiled_around_attention_over_shards(
-    ranks: Ranks, single: Callable[..., Path], tmp_path: Path
+LINEARS = {
+    "sketched": ["model.linear=sketched", "model.sketch.terms=2", "model.sketch.rank=2"],
+    "low rank": ["model.linear=low_rank", "model.sketch.keep=0.4"],
+    "sketched mlp": ["model.linear=sketched", "model.sketch.layers=*.mlp.*"],
+    "some sketched": [
+        "model.linear=sketched",
+        'model.sketch.ranks={"*.key"=0, "*.gate"=0, "*.down"=0, "*"=3}',
+    ],
+    "sub-layer norms": ["model.sub_layer_norm=true"],
+    "sketched with sub-layer norms": ["model.linear=sketched", "model.sub_layer_norm=true"],
+}
+
+
+@pytest.mark.parametrize(
+    ("linear", "world", "layout"),
+    [
+        ("sketched", 2, ["layout.replicate=2", "layout.shard=1"]),
+        ("sketched", 2, ["layout.zero=3"]),
+        ("sketched", 2, ["layout.tensor=2"]),
+        ("sketched", 2, ["layout.pipeline=2"]),
+        ("sketched", 4, ["layout.tensor=2", "layout.shard=2"]),
+        ("sketched", 4, ["layout.replicate=2", "layout.shard=2"]),
+        ("sketched", 4, ["layout.tensor=2", "layout.pipeline=2"]),
+        ("sketched", 4, ["layout.tensor=2", "layout.replicate=2"]),
+        ("sketched", 4, ["layout.tensor=4"]),
+        ("sketched", 4, ["layout.tensor=2", "layout.sequence=2"]),
+        ("low rank", 4, ["layout.tensor=2", "layout.shard=2"]),
+        ("sketched mlp", 2, ["layout.tensor=2"]),
+        ("some sketched", 2, ["layout.tensor=2"]),
+        ("sub-layer norms", 4, ["layout.tensor=2", "layout.shard=2"]),
+        ("sketched with sub-layer norms", 2, ["layout.tensor=2"]),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, list) else str(x),
+)
+def test_nor_with_other_linear_layers(
+    ranks: Ranks,
+    single: Callable[..., Path],
+    tmp_path: Path,
+    linear: str,
+    world: int,
+    layout: list[str],
 ) -> None:
-    options = ["layout.sequence=2", "train.micro_batch=4", "train.compile=true", "model.layers=1"]
-    ranks.run(train_rank, 2, options, str(tmp_path / "run"), False, timeout=400)
-    assert_same_run(tmp_path / "run", single("model.layers=1"))
+    model = LINEARS[linear]
+    options = [*layout, *model, "train.micro_batch=2"]
+    losses = ranks.run(train_rank, world, options, str(tmp_path / "run"), False)
+    assert len(set(losses)) == 1
+    assert_same_run(tmp_path / "run", single(*model))
+
+
+def train_compiled(rank: int, world: int, *arguments: Any) -> float:
+    torch._dynamo.reset()  # of the other run in this process, whose sizes were others
+    return train_rank(rank, world, *arguments)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
+@pytest.mark.parametrize(
+    ("layout", "linear"), [("layout.sequence=2", []), ("layout.tensor=2", LINEARS["sketched mlp"])]
+)
+def test_blocks_are_compiled_within_a_layout(
+    ranks: Ranks, single: Callable[..., Path], tmp_path: Path, layout: str, linear: list[str]
+) -> None:
+    model = ["model.layers=1", *linear]
+    options = [layout, "train.micro_batch=4", "train.compile=true", *model]
+    ranks.run(train_compiled, 2, options, str(tmp_path / "run"), False, timeout=400)
+    assert_same_run(tmp_path / "run", single(*model))
 
 
 def test_a_run_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:

@@ -115,11 +115,13 @@ def _import() -> Any:
 
 
 def _accelerator(library: Any, device: torch.device, **plugins: Any) -> Any:
-    # Our own autocast and accumulation, whatever Accelerate's configuration file says.
+    # Our own autocast and accumulation, whatever Accelerate's configuration file says. The only
+    # buffers are signs of sketched layers, which every rank has.
     return library.Accelerator(
         cpu=device.type == "cpu",
         mixed_precision="no",
         gradient_accumulation_steps=1,
+        kwargs_handlers=[library.DistributedDataParallelKwargs(broadcast_buffers=False)],
         **plugins,
     )
 

@@ -5,8 +5,8 @@ Shape suffixes: B batch, N tokens, H query heads, G key/value heads, D head_dim,
 
 from __future__ import annotations
 
-import hashlib
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,23 +15,34 @@ from torch import Tensor, nn
 from longspan.attention import Dense, KVCache, Pattern, attend, pattern_of
 from longspan.config import Model, Run
 from longspan.errors import UserError
-from longspan.nn import RMSNorm, SwiGLU, apply_rope, cross_entropy_sum, logits_of, rope_table
+from longspan.nn import (
+    LowRankLinear,
+    MakeLinear,
+    RMSNorm,
+    SKLinear,
+    SwiGLU,
+    apply_rope,
+    cross_entropy_sum,
+    logits_of,
+    rope_table,
+)
+from longspan.nn.sketched import low_rank_std, seed_of, sketched_std
 from longspan.runfile import load_run
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, model: Model, pattern: Pattern) -> None:
+    def __init__(self, model: Model, pattern: Pattern, linear: MakeLinear) -> None:
         super().__init__()
         self.pattern = pattern
         self.attend = attend
         """Who computes it: another where a sequence lies on several ranks."""
         self.head_dim = model.head_dim
         wide, narrow = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        self.query = nn.Linear(model.hidden, wide, bias=False)
-        self.key = nn.Linear(model.hidden, narrow, bias=False)
-        self.value = nn.Linear(model.hidden, narrow, bias=False)
+        self.query = linear("attention.query", model.hidden, wide)
+        self.key = linear("attention.key", model.hidden, narrow)
+        self.value = linear("attention.value", model.hidden, narrow)
         self.norm = RMSNorm(wide) if model.sub_layer_norm else nn.Identity()
-        self.out = nn.Linear(wide, model.hidden, bias=False)
+        self.out = linear("attention.out", wide, model.hidden)
 
     def forward(self, x_BNC: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
         q_BNHD = self.query(x_BNC).unflatten(-1, (-1, self.head_dim))
@@ -47,17 +58,30 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, model: Model, pattern: Pattern) -> None:
+    def __init__(self, model: Model, pattern: Pattern, index: int) -> None:
         super().__init__()
+        linear = partial(_linear, model, index)
         self.attention_norm = RMSNorm(model.hidden)
-        self.attention = SelfAttention(model, pattern)
+        self.attention = SelfAttention(model, pattern, linear)
         self.mlp_norm = RMSNorm(model.hidden)
-        self.mlp = SwiGLU(model.hidden, model.ffn, sub_layer_norm=model.sub_layer_norm)
+        self.mlp = SwiGLU(model.hidden, model.ffn, linear, sub_layer_norm=model.sub_layer_norm)
 
     def forward(self, x_BNC: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
         x_BNC = x_BNC + self.attention(self.attention_norm(x_BNC), rope, cache)
         out: Tensor = x_BNC + self.mlp(self.mlp_norm(x_BNC))
         return out
+
+
+def _linear(model: Model, block: int, name: str, in_features: int, out_features: int) -> nn.Module:
+    """A block's linear layer, in the form that `model` gives it."""
+    full_name = f"blocks.{block}.{name}"
+    rank = model.rank_of(full_name, in_features, out_features)
+    if rank == 0:
+        return nn.Linear(in_features, out_features, bias=False)
+    if model.linear == "low_rank":
+        return LowRankLinear(in_features, out_features, rank, bias=False)
+    seed = seed_of(model.sketch.seed, full_name)
+    return SKLinear(in_features, out_features, model.sketch.terms, rank, bias=False, seed=seed)
 
 
 class Decoder(nn.Module):
@@ -68,7 +92,7 @@ class Decoder(nn.Module):
         self.positions: Tensor | None = None
         """Where in the sequence the tokens stand, where they are a part of one: (tokens,)."""
         self.embedding = nn.Embedding(model.vocab, model.hidden)
-        self.blocks = nn.ModuleList(Block(model, pattern) for _ in range(model.layers))
+        self.blocks = nn.ModuleList(Block(model, pattern, i) for i in range(model.layers))
         self.norm = RMSNorm(model.hidden)
         # A tied model has no head of its own, so that no weight stands in it twice.
         self.head = None if model.tied else nn.Linear(model.hidden, model.vocab, bias=False)
@@ -161,21 +185,34 @@ def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Ten
     It depends neither on the device nor on what else is drawn, and so on no layout. Plain: normal
     with std √(2/(5·hidden)) ("SmallInit", Nguyen & Salazar 2019), divided by √(2·layers) where a
     projection ends in the residual stream. MAGNETO (Wang et al. 2022): Xavier, with gain
-    √(ln 2·layers) on value, out and MLP projections.
+    √(ln 2·layers) on value, out and MLP projections. Factors of a layer that is not dense give it
+    outputs of the same variance.
     """
     if len(shape) == 1:
         return torch.ones(shape)  # norms
-    module = name.split(".")[-2]
+    *_, module, kind = name.split(".")
     if model.sub_layer_norm and module not in ("embedding", "head"):
         gain = 1.0 if module in ("query", "key") else math.sqrt(math.log(2 * model.layers))
-        std = gain * math.sqrt(2 / sum(shape))
+        std = gain * math.sqrt(2 / _width(model, module))
     else:
         std = math.sqrt(2 / (5 * model.hidden))
         if module in ("out", "down"):
             std /= math.sqrt(2 * model.layers)
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    stream = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+    if kind in ("s1", "s2") and model.linear == "low_rank":
+        std = low_rank_std(std, shape[1] if kind == "s1" else shape[0])
+    elif kind in ("s1", "s2"):
+        std = sketched_std(std, model.sketch.terms)
+    stream = torch.Generator().manual_seed(seed_of(seed, name))
     return torch.randn(shape, generator=stream) * std
+
+
+def _width(model: Model, module: str) -> int:
+    """Inputs and outputs of a block's linear layer together."""
+    if module in ("query", "out"):
+        return 2 * model.hidden
+    return model.hidden + (
+        model.kv_heads * model.head_dim if module in ("key", "value") else model.ffn
+    )
 
 
 def count_parameters(model: Model) -> int:

@@ -1,13 +1,14 @@
 """Layers other than attention."""
 
 from longspan.nn.loss import cross_entropy_sum, logits_of
-from longspan.nn.mlp import SwiGLU
+from longspan.nn.mlp import MakeLinear, SwiGLU
 from longspan.nn.norm import RMSNorm
 from longspan.nn.rope import apply_rope, rope_table
 from longspan.nn.sketched import LowRankLinear, SKLinear
 
 __all__ = [
     "LowRankLinear",
+    "MakeLinear",
     "RMSNorm",
     "SKLinear",
     "SwiGLU",

@@ -1,22 +1,29 @@
-"""The gated MLP."""
+"""The gated MLP, and how a block makes its linear layers."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
 from longspan.nn.norm import RMSNorm
 
+MakeLinear = Callable[[str, int, int], nn.Module]
+"""A linear layer without a bias, from its name and its numbers of inputs and outputs."""
+
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)), with MAGNETO's norm before `down` where asked for."""
 
-    def __init__(self, hidden: int, ffn: int, *, sub_layer_norm: bool = False) -> None:
+    def __init__(
+        self, hidden: int, ffn: int, linear: MakeLinear, *, sub_layer_norm: bool = False
+    ) -> None:
         super().__init__()
-        self.gate = nn.Linear(hidden, ffn, bias=False)
-        self.up = nn.Linear(hidden, ffn, bias=False)
+        self.gate = linear("mlp.gate", hidden, ffn)
+        self.up = linear("mlp.up", hidden, ffn)
         self.norm = RMSNorm(ffn) if sub_layer_norm else nn.Identity()
-        self.down = nn.Linear(ffn, hidden, bias=False)
+        self.down = linear("mlp.down", ffn, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(self.norm(silu(self.gate(x)) * self.up(x)))

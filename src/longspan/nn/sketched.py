@@ -30,8 +30,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed._functional_collectives import all_reduce, wait_tensor
 from torch.distributed.tensor import DTensor, Shard
+
+from longspan.nn.collectives import summed
 
 
 @dataclass(frozen=True)
@@ -80,9 +81,17 @@ class Cost:
         ]
 
 
-def rank_for(in_features: int, out_features: int, keep: float) -> int:
-    """The largest rank at which a layer stores at most `keep` of a dense layer's numbers."""
-    return int(keep * in_features * out_features / (in_features + out_features))
+def flops_of(module: nn.Module) -> tuple[int, int]:
+    """FLOPs per token, forward and backward, of all matrices within."""
+    forward = backward = 0
+    for each in module.modules():
+        if isinstance(each, FactoredLinear):
+            cost = each.cost
+        else:
+            own = each.parameters(recurse=False)
+            cost = Cost.dense(sum(p.numel() for p in own if p.dim() > 1), 1)
+        forward, backward = forward + cost.forward, backward + cost.backward
+    return forward, backward
 
 
 class FactoredLinear(nn.Module):
@@ -108,8 +117,6 @@ class FactoredLinear(nn.Module):
                 raise ValueError(f"expected {name} of at least 1, got {value}")
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self.scale, self.sign = scale, sign
-        self.part = 0, 1
-        """Which of how many parts of the features this rank has."""
         self.s1 = nn.Parameter(torch.empty(in_features, rank, **place))
         self.s2 = nn.Parameter(torch.empty(rank, out_features, **place))
         self.register_parameter(
@@ -122,15 +129,11 @@ class FactoredLinear(nn.Module):
     def cost(self) -> Cost:
         raise NotImplementedError
 
-    def std_for(self, dense: float) -> float:
-        """Of the trained factors, so that the layer is as large as a dense one of std `dense`."""
-        raise NotImplementedError
-
-    def reset_parameters(self) -> None:
-        """As large as nn.Linear's: weights of variance 1/(3 in), its bias the same."""
+    def _draw(self, std_for: Callable[[float], float]) -> None:
+        """Outputs as large as nn.Linear's, whose weights have variance 1/(3 in), its bias too."""
         with torch.no_grad():
             for s in (self.s1, self.s2):
-                s.normal_(std=self.std_for(1 / math.sqrt(3 * self.in_features)))
+                s.normal_(std=std_for(1 / math.sqrt(3 * self.in_features)))
             if self.bias is not None:
                 bound = 1 / math.sqrt(self.in_features)
                 self.bias.uniform_(-bound, bound)
@@ -157,6 +160,15 @@ class FactoredLinear(nn.Module):
         a, b = _factors(self.s1, self.s2, self.u1, self.u2, self.scale, self.sign, self.s1.dtype)
         return (a @ b).T
 
+    def split(self, part: int, parts: int) -> None:
+        """Keep, of what is not trained, one of `parts` parts of the features."""
+        for side in (self.in_features, self.out_features):
+            if side % parts:
+                raise ValueError(
+                    f"{parts} parts do not divide {self.in_features} inputs and "
+                    f"{self.out_features} outputs: use another number of ranks"
+                )
+
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, "
@@ -182,13 +194,12 @@ class LowRankLinear(FactoredLinear):
         _warn_of_excess(self)
         self.reset_parameters()
 
+    def reset_parameters(self) -> None:
+        self._draw(lambda dense: low_rank_std(dense, self.rank))
+
     @property
     def cost(self) -> Cost:
         return Cost.low_rank(self.in_features, self.out_features, self.rank)
-
-    def std_for(self, dense: float) -> float:
-        # R products of two such numbers make one of the dense weight: R σ⁴ = dense².
-        return float((dense**2 / self.rank) ** 0.25)
 
 
 class SKLinear(FactoredLinear):
@@ -226,27 +237,26 @@ class SKLinear(FactoredLinear):
             )
         if num_terms < 1:
             raise ValueError(f"expected num_terms of at least 1, got {num_terms}")
-        self.num_terms, self.low_rank = num_terms, low_rank
+        self.num_terms, self.low_rank, self.seed = num_terms, low_rank, seed
+        self._part = 0, 1  # which of how many parts of the features this rank has
         place = {"device": device, "dtype": dtype}
         rank, sign = num_terms * low_rank, max(low_rank, 1) ** -0.5
         super().__init__(in_features, out_features, rank, bias, place, 0.5 / num_terms, sign)
-        self.seed = seed
         for name, value in zip(("u1", "u2"), self._signs(self.s1.device), strict=True):
             self.register_buffer(name, value, persistent=store_signs)
         _warn_of_excess(self)
         self.reset_parameters()
 
+    def reset_parameters(self) -> None:
+        self._draw(lambda dense: sketched_std(dense, self.num_terms))
+
     @property
     def cost(self) -> Cost:
         return Cost.sketched(self.in_features, self.out_features, self.rank)
 
-    def std_for(self, dense: float) -> float:
-        # R products with ±1/√k on each of two sides, over 2l: 2 R σ² / (k · 4l²) = dense².
-        return dense * math.sqrt(2 * self.num_terms)
-
     def split(self, part: int, parts: int) -> None:
-        """Keep the signs of one of `parts` parts of the features."""
-        self.part = part, parts
+        super().split(part, parts)
+        self._part = part, parts
         self._draw_signs(self.s1.device)
 
     def _draw_signs(self, device: torch.device) -> None:
@@ -254,7 +264,7 @@ class SKLinear(FactoredLinear):
 
     def _signs(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """This rank's part of U1 (rank, out) and U2 (in, rank)."""
-        part, parts = self.part
+        part, parts = self._part
         u1 = signs(f"{self.seed} u1", self.rank, self.out_features, device)
         u2 = signs(f"{self.seed} u2", self.in_features, self.rank, device)
         return u1.chunk(parts, 1)[part].contiguous(), u2.chunk(parts, 0)[part].contiguous()
@@ -291,6 +301,24 @@ def _own(x: Tensor, dim: int) -> Tensor:
         return x
     assert x.placements == (Shard(dim),), f"split by features, got {x.placements}"
     return x.to_local()
+
+
+def sketched_std(dense: float, terms: int) -> float:
+    """Of S1 and S2, so that the layer's outputs vary as those of dense weights of std `dense`.
+
+    R = l · k products with ±1/√k on either side, over 2l: 2 R σ² / (k · 4 l²) = dense².
+    """
+    return dense * math.sqrt(2 * terms)
+
+
+def low_rank_std(dense: float, rank: int) -> float:
+    """Of A and B likewise: R products of two such numbers make a weight, R σ⁴ = dense²."""
+    return float((dense**2 / rank) ** 0.25)
+
+
+def seed_of(seed: int, name: str) -> int:
+    """A seed for what is called `name`, so that no two layers have the same signs."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
 
 
 def signs(key: str, rows: int, columns: int, device: torch.device) -> Tensor:
@@ -336,13 +364,6 @@ def _factors(
     return a, b
 
 
-def _summed(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    if group is None:
-        return x
-    total: Tensor = wait_tensor(all_reduce(x, "sum", group))  # type: ignore[no-untyped-call]
-    return total
-
-
 class _Factored(torch.autograd.Function):
     """x to x A B + b, without gradients of the fixed parts of A and B.
 
@@ -365,7 +386,9 @@ class _Factored(torch.autograd.Function):
     ) -> Tensor:
         a, b = _factors(s1, s2, u1, u2, scale, sign, x.dtype)
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
-        h = _summed(rows @ a, group)
+        h = rows @ a
+        if group is not None:
+            h = summed(h, group)
         y = h @ b if bias is None else torch.addmm(bias.to(x.dtype), h, b)
         ctx.save_for_backward(rows, h[:, -s2.shape[0] :], s1, s2, u1, u2)
         ctx.scale, ctx.sign, ctx.group, ctx.shape = scale, sign, group, x.shape
@@ -381,7 +404,9 @@ class _Factored(torch.autograd.Function):
         dy = grad.reshape(-1, grad.shape[-1])
         dx = ds1 = ds2 = dbias = None
         if wants_x or wants_s1:
-            g = _summed(dy @ b.T, ctx.group)
+            g = dy @ b.T
+            if ctx.group is not None:
+                g = summed(g, ctx.group)
             if wants_x:
                 dx = (g @ a.T).view(ctx.shape)
             if wants_s1:

@@ -131,6 +131,7 @@ class Pipelined(nn.Module):
         }
         self._scale = torch.ones(())
         self._token_parts = self._micro_batches = 1
+        self._features = run.model.hidden
         self._schedule: Any = None
 
     @property
@@ -138,16 +139,23 @@ class Pipelined(nn.Module):
         return len(self._costs) - 1
 
     def set_up(
-        self, micro_batches: int, tokens: int, token_parts: int, device: torch.device
+        self,
+        micro_batches: int,
+        tokens: int,
+        *,
+        token_parts: int,
+        feature_parts: int,
+        device: torch.device,
     ) -> None:
         """Make the schedule, once the stages are where they belong.
 
-        `tokens`: of a sample that this rank has; `token_parts`: into how many parts they are split
-        between blocks.
+        `tokens`: of a sample that this rank has; `token_parts`, `feature_parts`: into how many
+        parts these are split between blocks.
         """
         self._token_parts, self._micro_batches = token_parts, micro_batches
         run, rows = self._run, self._run.train.micro_batch
-        shape = (rows, tokens // token_parts, run.model.hidden)
+        self._features = run.model.hidden // feature_parts
+        shape = (rows, tokens // token_parts, self._features)
         # The residual stream, float32 under autocast too.
         between = torch.empty(shape, device="meta", requires_grad=True)
         ids = torch.empty(rows, tokens, dtype=torch.int64, device="meta")
@@ -271,7 +279,7 @@ class Pipelined(nn.Module):
             before, after = self._owners.get(index - 1, me), self._owners.get(index + 1, me)
             if before != me:
                 rows, count = len(tokens), tokens.shape[1] // self._token_parts
-                x = torch.empty(rows, count, self._run.model.hidden, device=tokens.device)
+                x = torch.empty(rows, count, self._features, device=tokens.device)
                 dist.recv(x, dist.get_global_rank(self._group, before), self._group)
             x = stage(index, x)
             if after != me:

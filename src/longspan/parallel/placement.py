@@ -53,7 +53,7 @@ from longspan.parallel.pipeline import Around, Pipelined, keep_own_layers
 from longspan.parallel.recorder import record_collectives
 from longspan.parallel.remat import rematerialised
 from longspan.parallel.sequence import shards_of, split_by_sequence
-from longspan.parallel.tensor import split_by_tensor
+from longspan.parallel.tensor import split_by_tensor, stream_of
 from longspan.parallel.world import World
 
 MESH_AXES = ("pipeline", "replicate", "shard", "tensor")
@@ -126,7 +126,7 @@ class Placement:
             split_by_sequence(model, self._sequence, shards)
             self._positions = model.positions
         if self._mesh is not None and self.ranks["tensor"] > 1:
-            split_by_tensor(model, self._mesh["tensor"], split_norms=run.layout.split_norms)
+            split_by_tensor(model, self._mesh["tensor"], stream_of(run))
         for index, block in enumerate(model.blocks):
             travels = self._sequence is not None
             if run.train.compile is True:
@@ -147,13 +147,24 @@ class Placement:
                 weight.copy_(like(drawn, weight))
         if isinstance(module, Pipelined):
             at_once = run.train.micro_batch * self.data_ranks
-            token_parts = self.ranks["tensor"] if run.layout.split_norms else 1
+            split_into = self.ranks["tensor"]
             tokens = run.data.context // self.ranks["sequence"]
-            module.set_up(run.train.global_batch // at_once, tokens, token_parts, device)
+            stream = stream_of(run)
+            module.set_up(
+                run.train.global_batch // at_once,
+                tokens,
+                token_parts=split_into if stream == "tokens" else 1,
+                feature_parts=split_into if stream == "features" else 1,
+                device=device,
+            )
         if self._mesh is not None and replicates_only:
             on = [self.world.local_rank] if device.type == "cuda" else None
             copy = DistributedDataParallel(
-                model, device_ids=on, gradient_as_bucket_view=True, init_sync=False
+                model,
+                device_ids=on,
+                gradient_as_bucket_view=True,
+                init_sync=False,
+                broadcast_buffers=False,  # signs of sketched layers, the same everywhere
             )
             _compress(copy, run.layout.compress)
             return copy

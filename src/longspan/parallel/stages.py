@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-import torch
-
 from longspan.attention import pattern_of
 from longspan.config import Layout, Run
-from longspan.models.decoder import Block
+from longspan.models import new_decoder
+from longspan.nn.sketched import flops_of
 
 
 def stages_of(layout: Layout, ranks: int) -> list[list[int]]:
@@ -23,15 +22,15 @@ def stages_of(layout: Layout, ranks: int) -> list[list[int]]:
 def stage_costs(run: Run) -> tuple[float, float, float]:
     """FLOPs per token, forward, of the embedding, of one block and of the head.
 
-    An embedding is looked up: its row, not its matrix, is what it costs.
+    An embedding is looked up: its row, not its matrix, is what it costs. Where blocks differ, as
+    `model.sketch.ranks` can make them, it is the mean of theirs.
     """
     model, context = run.model, run.data.context
-    with torch.device("meta"):
-        block = sum(p.numel() for p in Block(model, pattern_of(run.attention)).parameters())
+    block = flops_of(new_decoder(run).blocks)[0] / model.layers
     attention = pattern_of(run.attention).flops(
         context, model.heads, model.head_dim, is_causal=True
     )
-    return 2.0 * model.hidden, 2.0 * block + attention / context, 2.0 * model.hidden * model.vocab
+    return 2.0 * model.hidden, block + attention / context, 2.0 * model.hidden * model.vocab
 
 
 def split_layers(run: Run, stages: int) -> tuple[list[range], list[float]]:

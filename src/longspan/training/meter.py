@@ -16,6 +16,7 @@ from longspan.attention import pattern_of
 from longspan.config import Run
 from longspan.hardware import peak_flops
 from longspan.models import new_decoder
+from longspan.nn.sketched import flops_of
 from longspan.training.device import peak_memory
 from longspan.training.state import State
 
@@ -24,16 +25,17 @@ def flops_per_sample(run: Run) -> float:
     """Forward and backward FLOPs of one sequence: 6 per matrix weight and token, and attention.
 
     As is usual for MFU, backward counts as twice forward: what a kernel computes again is no work
-    of the model. An embedding that is not also the head is looked up, not multiplied by.
+    of the model. An embedding that is not also the head is looked up, not multiplied by. Fixed
+    factors of sketched layers are multiplied by, and get no gradient.
     """
     model = new_decoder(run)
-    weights = sum(p.numel() for p in model.parameters() if p.dim() > 1)
+    matrices = float(sum(flops_of(model)))
     if model.head is not None:
-        weights -= model.embedding.weight.numel()
+        matrices -= sum(flops_of(model.embedding))
     attention = pattern_of(run.attention).flops(
         run.data.context, run.model.heads, run.model.head_dim, is_causal=True
     )
-    return 6.0 * weights * run.data.context + 3.0 * run.model.layers * attention
+    return matrices * run.data.context + 3.0 * run.model.layers * attention
 
 
 class Meter:
