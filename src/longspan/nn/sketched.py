@@ -85,6 +85,12 @@ def rank_for(in_features: int, out_features: int, keep: float) -> int:
     return int(keep * in_features * out_features / (in_features + out_features))
 
 
+def layer_seed(seed: int, name: str) -> int:
+    """63 bits that follow from a model's seed and a layer's name: each layer its own signs."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
 class FactoredLinear(nn.Module):
     """What the two forms share: trained factors s1 (in, R) and s2 (R, out), and how they apply."""
 
