@@ -94,6 +94,12 @@ def flops_of(module: nn.Module) -> tuple[int, int]:
     return forward, backward
 
 
+def layer_seed(seed: int, name: str) -> int:
+    """63 bits that follow from a model's seed and a layer's name: each layer its own signs."""
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
 class FactoredLinear(nn.Module):
     """What the two forms share: trained factors s1 (in, R) and s2 (R, out), and how they apply."""
 
