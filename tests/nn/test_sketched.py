@@ -46,7 +46,7 @@ def test_it_is_its_formula(terms: int, rank: int, bias: bool) -> None:
     layer = SKLinear(96, 80, terms, rank, bias=bias, seed=3)
     x = torch.randn(2, 7, 96)
     torch.testing.assert_close(layer(x).double(), by_the_formula(x, layer), rtol=1e-6, atol=1e-6)
-    same = linear(x, layer.dense_weight(), layer.bias)
+    same = linear(x, layer.weight, layer.bias)
     torch.testing.assert_close(layer(x), same, rtol=1e-5, atol=1e-6)
 
 
@@ -142,8 +142,20 @@ def test_a_state_dict_holds_the_seed_and_no_signs() -> None:
     other.to_empty(device="cpu").load_state_dict(saved)
     assert torch.equal(other(x), layer(x))
     assert not torch.equal(SKLinear(24, 16, 2, 3, seed=12).u1, layer.u1)
-    asked = SKLinear(24, 16, 2, 3, seed=11, store_signs=True).state_dict()
-    assert torch.equal(asked["u1"], layer.u1)
+    asked = SKLinear(24, 16, 2, 3, seed=11, store_signs=True)
+    assert torch.equal(asked.state_dict()["u1"], layer.u1)
+    assert asked.u1 is not None
+    asked.load_state_dict({**asked.state_dict(), "u1": -asked.u1})
+    assert torch.equal(asked.double().u1, -layer.u1)  # those that were stored
+
+
+def test_its_weight_is_that_of_the_dense_layer_with_its_gradient() -> None:
+    layer, x = SKLinear(12, 8, 2, 2, dtype=torch.float64), torch.randn(5, 12).double()
+    wanted = [layer.s1, layer.s2]
+    ours = torch.autograd.grad(layer(x).square().sum(), wanted)
+    through = linear(x, layer.weight, layer.bias)
+    for a, b in zip(ours, torch.autograd.grad(through.square().sum(), wanted), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_signs_survive_what_is_done_to_modules() -> None:
@@ -159,7 +171,7 @@ def test_low_precision_is_that_of_a_dense_layer() -> None:
     layer, x = SKLinear(64, 64, 1, 16), torch.randn(32, 64)
     exact = by_the_formula(x, layer)
     with torch.autocast("cpu", torch.bfloat16):
-        ours, plain = layer(x), linear(x, layer.dense_weight(), layer.bias)
+        ours, plain = layer(x), linear(x, layer.weight, layer.bias)
     assert ours.dtype == torch.bfloat16
     assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 

@@ -6,9 +6,6 @@ not the loss. Three methods, for a weight W (in, out) with y = x W + b:
 - "svd": the A B nearest to W of all products of that rank (LowRankLinear).
 - "least_squares": the S1, S2 nearest to W, given an SKLinear's fixed signs.
 - "sketch": S1 = W U1ᵀ, S2 = U2ᵀ W, which give W on average over signs, but are not near it.
-
-With calibration inputs X (n, in), "nearest" is measured on what the layer computes,
-‖X (W − Ŵ)‖² = n ‖Lᵀ (W − Ŵ)‖², where L Lᵀ = C = XᵀX / n: the same problem for Lᵀ W.
 """
 
 from __future__ import annotations
@@ -22,96 +19,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from longspan.nn.sketched import (
-    Cost,
-    FactoredLinear,
-    LowRankLinear,
-    SKLinear,
-    layer_seed,
-    rank_for,
-)
+from longspan.config import rank_for
+from longspan.nn.fitting import fit_low_rank, fit_sketched, random_sketch
+from longspan.nn.sketched import Cost, FactoredLinear, LowRankLinear, SKLinear, seed_of
 
 Method = Literal["svd", "least_squares", "sketch"]
-
-
-def fit_low_rank(weight: Tensor, rank: int, moment: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """A (in, rank), B (rank, out) that minimise ‖Lᵀ (W − A B)‖, for nn.Linear's weight (out, in).
-
-    With Lᵀ W = P Σ Qᵀ: A = L⁻ᵀ P √Σ and B = √Σ Qᵀ, of the `rank` largest singular values. L is 1
-    without `moment`, which is C (in, in).
-    """
-    if not 1 <= rank <= min(weight.shape):
-        raise ValueError(f"expected a rank of 1 to {min(weight.shape)}, got {rank}")
-    w = weight.detach().T.double()
-    root = _root(moment, w)
-    p, values, q = torch.linalg.svd(root.T @ w, full_matrices=False)
-    half = values[:rank].sqrt()
-    a = torch.linalg.solve_triangular(root.T, p[:, :rank] * half, upper=True)
-    return a.to(weight.dtype), (half[:, None] * q[:rank]).to(weight.dtype)
-
-
-@torch.no_grad()
-def fit_sketched(weight: Tensor, layer: SKLinear, moment: Tensor | None = None) -> None:
-    """Set s1 and s2 so that ‖Lᵀ (W − S1 V1 − V2 S2)‖ is least, for nn.Linear's weight (out, in).
-
-    V1, V2 are the layer's signs with its scales. S2 takes, by least squares, all of Lᵀ W that lies
-    in the columns of Lᵀ V2; then T1 = Lᵀ S1 takes of the rest what lies in the rows of V1. With
-    P2, P1 the projections on these, (1 − P2) Lᵀ W (1 − P1) is left.
-    """
-    assert layer.u1 is not None
-    assert layer.u2 is not None
-    w, scale = weight.detach().T.double(), layer.scale * layer.sign
-    root = _root(moment, w)
-    s2, rest = _solve(root.T @ layer.u2.double() * scale, root.T @ w)
-    t1, _ = _solve(layer.u1.T.double() * scale, rest.T)
-    layer.s1.copy_(torch.linalg.solve_triangular(root.T, t1.T, upper=True))
-    layer.s2.copy_(s2)
-
-
-@torch.no_grad()
-def random_sketch(weight: Tensor, layer: SKLinear) -> None:
-    """Set S1 = W U1ᵀ and S2 = U2ᵀ W, for nn.Linear's weight (out, in).
-
-    A term's U1ᵀ U1 and U2 U2ᵀ are 1 on average over signs, so the layer is W on average. Its
-    relative error is about √((in + out − 2) / 4R), R = terms · rank: with a share f of W's numbers
-    at least 1/√f, so more than the error 1 of a layer that is 0.
-    """
-    assert layer.u1 is not None
-    assert layer.u2 is not None
-    w = weight.detach().T.double()
-    layer.s1.copy_(w @ layer.u1.T.double() * layer.sign)
-    layer.s2.copy_(layer.u2.T.double() @ w * layer.sign)
-
-
-def _root(moment: Tensor | None, w: Tensor) -> Tensor:
-    """The lower triangular L with L Lᵀ = C + ε, of ε = 1e-6 of C's mean diagonal; 1 without C.
-
-    A moment summed in low precision may have eigenvalues below −ε: then ε grows tenfold.
-    """
-    one = torch.eye(len(w), dtype=w.dtype, device=w.device)
-    if moment is None or not moment.any():
-        return one
-    if moment.shape != one.shape or not moment.isfinite().all():
-        raise ValueError(
-            f"expected a moment XᵀX / n of shape {tuple(one.shape)} and finite numbers, got "
-            f"{tuple(moment.shape)}; look for inf and nan in the calibration inputs"
-        )
-    c, share = moment.to(w), 1e-6
-    while True:
-        root: Tensor
-        root, failed = torch.linalg.cholesky_ex(c + share * c.diagonal().mean() * one)
-        if not failed:
-            return root
-        share *= 10
-
-
-def _solve(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The smallest x that minimises ‖a x − b‖, and b − a x. By SVD, as `a` may have any rank."""
-    p, values, q = torch.linalg.svd(a, full_matrices=False)
-    kept = values > values[0] * max(a.shape) * torch.finfo(a.dtype).eps
-    p, values, q = p[:, kept], values[kept], q[kept]
-    inside = p.T @ b
-    return q.T @ (inside / values[:, None]), b - p @ inside
 
 
 @dataclass(frozen=True)
@@ -196,7 +108,9 @@ def _row(
         form = f"low rank {layer.rank}"
     elif isinstance(layer, SKLinear):
         form = f"{layer.num_terms} term{'s'[: layer.num_terms > 1]} of rank {layer.low_rank}"
-    remark = remark or "; ".join(cost.excess_over(dense))
+    if not remark and cost.excess_over(dense):
+        what = "stores" if cost.stored > dense.stored else "computes"
+        remark = f"{what} more than nn.Linear"
     return Row(name, form, dense, cost, weight_error, activation_error, remark)
 
 
@@ -261,10 +175,10 @@ def sketch(
         if reasons[name]:
             rows.append(_row(name, linear, remark=f"left dense: {reasons[name]}"))
             continue
-        moment, own_seed = moments.get(name), layer_seed(seed, name)
+        moment, own_seed = moments.get(name), seed_of(seed, name)
         layer = made[name] = _fitted(linear, method, num_terms, own[name], own_seed, moment)
         w = linear.weight.T.double()
-        rest = w - layer.dense_weight().T.double()
+        rest = w - layer.weight.T.double()
         on_inputs = None if moment is None else _relative(rest, w, moment)
         rows.append(_row(name, layer, _relative(rest, w), on_inputs))
     for name, layer in made.items():  # only now: after an error above the model is as it was
@@ -361,13 +275,13 @@ def _replace(model: nn.Module, name: str, new: nn.Linear | FactoredLinear) -> No
 def to_dense(model: nn.Module) -> None:
     """Replace, in place, each factored layer of `model` by the nn.Linear that computes the same."""
     if isinstance(model, FactoredLinear):
-        raise ValueError("expected a model that holds layers, got a layer; use its dense_weight()")
+        raise ValueError("expected a model that holds layers, got a layer; use its weight")
     made: dict[FactoredLinear, nn.Linear] = {}  # by layer: one that is used twice stays one
     for name, layer in list(model.named_modules(remove_duplicate=False)):
         if not isinstance(layer, FactoredLinear):
             continue
         if layer not in made:
             made[layer] = nn.Linear(layer.in_features, layer.out_features, False, device="meta")
-            weight = layer.dense_weight().contiguous()
+            weight = layer.weight.detach().contiguous()
             made[layer].weight = nn.Parameter(weight, layer.s1.requires_grad)
         _replace(model, name, made[layer])

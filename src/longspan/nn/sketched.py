@@ -5,9 +5,10 @@
     y = 1/(2l) Σᵢ (x S1ᵢ U1ᵢ + x U2ᵢ S2ᵢ) + b,
 
 where S1ᵢ (in, k) and S2ᵢ (k, out) are trained and U1ᵢ (k, out), U2ᵢ (in, k) are fixed: signs drawn
-from a seed, divided by √k. Side by side, with R = l · k, the terms are two products,
+from a seed, divided by √k. Side by side, with R = l · k and the signs as ±1, the terms are two
+products,
 
-    h = x [S1 | U2],   y = h [U1 ; S2] / 2l + b,   h: (tokens, 2R),
+    h = x [c S1 | U2],   y = h [U1 ; c S2] + b,   h: (tokens, 2R),   c = 1/(2l √k),
 
 so what a layer can express depends on R alone, and l is a scale. Stored are R (in + out) numbers;
 forward takes 2R (in + out) multiplications per token where a dense layer takes in · out, and a
@@ -94,12 +95,6 @@ def flops_of(module: nn.Module) -> tuple[int, int]:
     return forward, backward
 
 
-def layer_seed(seed: int, name: str) -> int:
-    """63 bits that follow from a model's seed and a layer's name: each layer its own signs."""
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
-
-
 class FactoredLinear(nn.Module):
     """What the two forms share: trained factors s1 (in, R) and s2 (R, out), and how they apply."""
 
@@ -115,14 +110,13 @@ class FactoredLinear(nn.Module):
         bias: bool,
         place: dict[str, Any],
         scale: float = 1.0,
-        sign: float = 1.0,
     ) -> None:
         super().__init__()
         for name, value in (("in", in_features), ("out", out_features), ("rank", rank)):
             if value < 1:
                 raise ValueError(f"expected {name} of at least 1, got {value}")
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
-        self.scale, self.sign = scale, sign
+        self.scale = scale
         self.s1 = nn.Parameter(torch.empty(in_features, rank, **place))
         self.s2 = nn.Parameter(torch.empty(rank, out_features, **place))
         self.register_parameter(
@@ -156,14 +150,14 @@ class FactoredLinear(nn.Module):
             x = x.to(torch.get_autocast_dtype(device))
         with torch.autocast(device, enabled=False):
             out: Tensor = _Factored.apply(  # type: ignore[no-untyped-call]
-                x, s1, s2, bias, self.u1, self.u2, self.scale, self.sign, group
+                x, s1, s2, bias, self.u1, self.u2, self.scale, group
             )
         return out
 
-    @torch.no_grad()
-    def dense_weight(self) -> Tensor:
-        """The (out, in) weight of the nn.Linear that computes the same."""
-        a, b = _factors(self.s1, self.s2, self.u1, self.u2, self.scale, self.sign, self.s1.dtype)
+    @property
+    def weight(self) -> Tensor:
+        """The (out, in) weight of the nn.Linear that computes the same, with its gradient."""
+        a, b = _factors(self.s1, self.s2, self.u1, self.u2, self.scale, self.s1.dtype)
         return (a @ b).T
 
     def split(self, part: int, parts: int) -> None:
@@ -244,10 +238,11 @@ class SKLinear(FactoredLinear):
         if num_terms < 1:
             raise ValueError(f"expected num_terms of at least 1, got {num_terms}")
         self.num_terms, self.low_rank, self.seed = num_terms, low_rank, seed
+        self._stores_signs = store_signs
         self._part = 0, 1  # which of how many parts of the features this rank has
         place = {"device": device, "dtype": dtype}
-        rank, sign = num_terms * low_rank, max(low_rank, 1) ** -0.5
-        super().__init__(in_features, out_features, rank, bias, place, 0.5 / num_terms, sign)
+        rank, scale = num_terms * low_rank, 0.5 / num_terms / max(low_rank, 1) ** 0.5
+        super().__init__(in_features, out_features, rank, bias, place, scale)
         for name, value in zip(("u1", "u2"), self._signs(self.s1.device), strict=True):
             self.register_buffer(name, value, persistent=store_signs)
         _warn_of_excess(self)
@@ -277,9 +272,11 @@ class SKLinear(FactoredLinear):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SKLinear:
         """Moving from the meta device, or to_empty, leaves signs that are none: draw them again."""
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         assert self.u1 is not None
-        self._draw_signs(self.u1.device)
+        had_none = self.u1.is_meta
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        if had_none or not self._stores_signs:
+            self._draw_signs(self.u1.device)
         return self
 
     def get_extra_state(self) -> Tensor:
@@ -288,7 +285,8 @@ class SKLinear(FactoredLinear):
     def set_extra_state(self, state: Tensor) -> None:
         assert self.u1 is not None
         self.seed = int(state)
-        self._draw_signs(self.u1.device)
+        if not self._stores_signs:
+            self._draw_signs(self.u1.device)
 
     def extra_repr(self) -> str:
         return f"num_terms={self.num_terms}, low_rank={self.low_rank}, {super().extra_repr()}"
@@ -359,14 +357,16 @@ def _factors(
     u1: Tensor | None,
     u2: Tensor | None,
     scale: float,
-    sign: float,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """[S1 | sign · U2] (in, 2R) and scale · [sign · U1 ; S2] (2R, out)."""
+    """[c S1 | U2] (in, 2R) and [U1 ; c S2] (2R, out), where signs are ±1 and c = `scale`.
+
+    Signs are exact in any precision, and trained numbers are rounded once.
+    """
     if u1 is None or u2 is None:
         return s1.to(dtype), s2.to(dtype)
-    a = torch.cat([s1.to(dtype), u2.to(dtype) * sign], dim=1)
-    b = torch.cat([u1.to(dtype) * (sign * scale), (s2 * scale).to(dtype)])
+    a = torch.cat([(s1 * scale).to(dtype), u2.to(dtype)], dim=1)
+    b = torch.cat([u1.to(dtype), (s2 * scale).to(dtype)])
     return a, b
 
 
@@ -387,17 +387,16 @@ class _Factored(torch.autograd.Function):
         u1: Tensor | None,
         u2: Tensor | None,
         scale: float,
-        sign: float,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        a, b = _factors(s1, s2, u1, u2, scale, sign, x.dtype)
+        a, b = _factors(s1, s2, u1, u2, scale, x.dtype)
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         h = rows @ a
         if group is not None:
             h = summed(h, group)
         y = h @ b if bias is None else torch.addmm(bias.to(x.dtype), h, b)
         ctx.save_for_backward(rows, h[:, -s2.shape[0] :], s1, s2, u1, u2)
-        ctx.scale, ctx.sign, ctx.group, ctx.shape = scale, sign, group, x.shape
+        ctx.scale, ctx.group, ctx.shape = scale, group, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y.view(*x.shape[:-1], b.shape[1])
 
@@ -406,7 +405,7 @@ class _Factored(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, h2, s1, s2, u1, u2 = ctx.saved_tensors
         wants_x, wants_s1, wants_s2, wants_bias = ctx.needs_input_grad[:4]
-        a, b = _factors(s1, s2, u1, u2, ctx.scale, ctx.sign, rows.dtype)
+        a, b = _factors(s1, s2, u1, u2, ctx.scale, rows.dtype)
         dy = grad.reshape(-1, grad.shape[-1])
         dx = ds1 = ds2 = dbias = None
         if wants_x or wants_s1:
@@ -416,9 +415,9 @@ class _Factored(torch.autograd.Function):
             if wants_x:
                 dx = (g @ a.T).view(ctx.shape)
             if wants_s1:
-                ds1 = (rows.T @ g[:, : s1.shape[1]]).to(s1.dtype)
+                ds1 = (rows.T @ g[:, : s1.shape[1]]).to(s1.dtype) * ctx.scale
         if wants_s2:
             ds2 = (h2.T @ dy).to(s2.dtype) * ctx.scale
         if wants_bias:
             dbias = dy.sum(0).to(ctx.bias_dtype)
-        return dx, ds1, ds2, dbias, None, None, None, None, None
+        return dx, ds1, ds2, dbias, None, None, None, None
