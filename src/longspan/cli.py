@@ -125,6 +125,43 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--json", action="store_true", help="print the result as JSON")
     generate.set_defaults(verb=_generate)
 
+    sketched = verbs.add_parser(
+        "sketch", help="store a trained run's linear layers in fewer numbers, and say what it costs"
+    )
+    sketched.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    sketched.add_argument(
+        "out",
+        type=Path,
+        nargs="?",
+        metavar="OUT",
+        help="folder for the new run; or only a report",
+    )
+    sketched.add_argument("--keep", type=float, default=0.5, help="share of the numbers (0.5)")
+    sketched.add_argument(
+        "--method",
+        choices=["svd", "least_squares", "sketch"],
+        default="svd",
+        help="low-rank layers by SVD; sketched ones by least squares, or by the raw sketch (svd)",
+    )
+    sketched.add_argument(
+        "--layers", default="*", metavar="PATTERN", help="names such as blocks.*.mlp.* (all)"
+    )
+    sketched.add_argument("--terms", type=int, default=1, help="of sketched layers (1)")
+    sketched.add_argument(
+        "--calibrate", type=int, default=0, metavar="N", help="fit to N training samples (0)"
+    )
+    sketched.add_argument(
+        "--search",
+        action="store_true",
+        help="find ranks for each layer that store --keep of all of them together; goes on with "
+        "what it has measured before, in RUN_DIR/sketch-METHOD",
+    )
+    sketched.add_argument(
+        "--swaps", type=int, default=20, metavar="N", help="of the search, at its end (20)"
+    )
+    sketched.add_argument("--json", action="store_true", help="print the result as JSON")
+    sketched.set_defaults(verb=_sketch)
+
     data = verbs.add_parser("data", help="build and inspect token shards")
     data_verbs = data.add_subparsers(required=True, metavar="build|info")
     build = data_verbs.add_parser("build", help="make token shards from text")
@@ -365,6 +402,36 @@ def _generate(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     print(json.dumps({"text": text}) if args.json else text)
+
+
+def _sketch(args: argparse.Namespace) -> None:
+    from longspan.training.sketch_search import Search
+    from longspan.training.sketching import convert, open_trained
+
+    if not 0 < args.keep <= 1:
+        raise UserError(f"--keep is a share above 0 and at most 1, got {args.keep}")
+    for name in ("terms", "calibrate", "swaps"):
+        least = int(name == "terms")
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} is a number from {least} on, got {getattr(args, name)}")
+    if args.method == "svd" and args.terms > 1:
+        raise UserError("--terms goes with --method least_squares or sketch; svd has one")
+    if args.method == "sketch" and args.calibrate:
+        raise UserError("--calibrate goes with --method svd or least_squares; sketch fits nothing")
+    how = {"method": args.method, "layers": args.layers, "terms": args.terms}
+    how["calibrate"] = args.calibrate
+    trained, found = open_trained(args.run_dir), None
+    if args.search:
+        found = Search(trained, args.run_dir / f"sketch-{args.method}", **how).run(
+            args.keep, args.swaps
+        )
+    ranks = found.ranks if found else None
+    result = convert(trained, args.out, keep=args.keep, ranks=ranks, **how)
+    if args.json:
+        search = {"search": found.as_dict()} if found else {}
+        print(json.dumps({**result.as_dict(), **search}))
+        return
+    print("\n".join(str(part) for part in (found, result) if part))
 
 
 def _data_build(args: argparse.Namespace) -> None:

@@ -167,7 +167,7 @@ def sketch(
     moments: dict[str, Tensor] = {}
     if calibration is not None:
         wanted = {name: linear for name, linear in chosen.items() if not reasons[name]}
-        moments = _moments(model, wanted, calibration)
+        moments = input_moments(model, wanted, calibration)
         reasons |= {name: "calibration never ran it" for name in wanted.keys() - moments.keys()}
 
     rows, made = [], {}
@@ -176,7 +176,7 @@ def sketch(
             rows.append(_row(name, linear, remark=f"left dense: {reasons[name]}"))
             continue
         moment, own_seed = moments.get(name), seed_of(seed, name)
-        layer = made[name] = _fitted(linear, method, num_terms, own[name], own_seed, moment)
+        layer = made[name] = fitted(linear, method, num_terms, own[name], own_seed, moment)
         w = linear.weight.T.double()
         rest = w - layer.weight.T.double()
         on_inputs = None if moment is None else _relative(rest, w, moment)
@@ -203,7 +203,7 @@ def _reason(model: nn.Module, name: str, linear: nn.Linear, rank: int) -> str:
     return ""
 
 
-def _moments(
+def input_moments(
     model: nn.Module, linears: Mapping[str, nn.Linear], batches: Iterable[Any]
 ) -> dict[str, Tensor]:
     """C = XᵀX / n of all inputs X (n, in) that each layer gets as the model runs on `batches`."""
@@ -234,7 +234,7 @@ def _moments(
     return {n: sums[m] / counts[m] for n, m in linears.items() if counts.get(m)}
 
 
-def _fitted(
+def fitted(
     linear: nn.Linear, method: str, num_terms: int, rank: int, seed: int, moment: Tensor | None
 ) -> FactoredLinear:
     """In place of `linear`, without its bias. On the meta device no random numbers are drawn."""

@@ -89,7 +89,7 @@ class State:
         """What this rank has to save, by group and name."""
         parts = self.engine.parts()
         if self.placed.world.is_main:
-            parts |= {f"rng/{name}": Part.whole(x) for name, x in _rng().items()}
+            parts |= {f"rng/{name}": Part.whole(x) for name, x in rng_states().items()}
         return {name: part for name, part in parts.items() if part.values.numel()}
 
     def scalars(self, trained_with: dict[str, Any]) -> dict[str, Any]:
@@ -241,7 +241,7 @@ def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
     return run, model, saved.step
 
 
-def _rng() -> dict[str, Tensor]:
+def rng_states() -> dict[str, Tensor]:
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
