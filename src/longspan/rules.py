@@ -157,6 +157,13 @@ def _train_rules(train: Train) -> list[Problem]:
     return problems
 
 
+def _initial_rules(model: Model, train: Train) -> list[Problem]:
+    if not train.initial or model.linear == "dense":
+        return []
+    message = 'holds dense layers: train with model.linear = "dense", then use longspan sketch'
+    return [Problem("train.initial", message)]
+
+
 def _recall_rules(model: Model, data: Data) -> list[Problem]:
     if data.source != "recall":
         return []
@@ -364,6 +371,7 @@ RULES: tuple[Callable[..., list[Problem]], ...] = (
     _sketch_rules,
     _attention_rules,
     _train_rules,
+    _initial_rules,
     _recall_rules,
     _layout_rules,
     _engine_rules,

@@ -28,13 +28,15 @@ DENSE = [
 
 
 @pytest.mark.parametrize("tied", ["true", "false"])
-@pytest.mark.parametrize("file_bytes", [1 << 30, 20_000])
+@pytest.mark.parametrize(
+    ("file_bytes", "linear"), [(1 << 30, "dense"), (20_000, "dense"), (1 << 30, "sketched")]
+)
 def test_transformers_gives_the_same_logits(
-    tmp_path: Path, tied: str, file_bytes: int, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tied: str, file_bytes: int, linear: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(huggingface, "FILE_BYTES", file_bytes)
-    train(run_of(1, *DENSE, f"model.tied={tied}"), tmp_path / "run")
+    train(run_of(1, *DENSE, f"model.tied={tied}", f"model.linear={linear}"), tmp_path / "run")
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "llama")]) == 0
     theirs = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "llama")
     _, ours, _ = load_trained(tmp_path / "run")

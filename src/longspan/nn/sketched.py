@@ -395,7 +395,8 @@ class _Factored(torch.autograd.Function):
         if group is not None:
             h = summed(h, group)
         y = h @ b if bias is None else torch.addmm(bias.to(x.dtype), h, b)
-        ctx.save_for_backward(rows, h[:, -s2.shape[0] :], s1, s2, u1, u2)
+        h2 = h[:, -s2.shape[0] :].contiguous()  # not h, of which half is not needed again
+        ctx.save_for_backward(rows, h2, s1, s2, u1, u2)
         ctx.scale, ctx.group, ctx.shape = scale, group, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y.view(*x.shape[:-1], b.shape[1])

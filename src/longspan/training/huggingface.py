@@ -10,22 +10,25 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from longspan.checkpoint import Box, folder_of, latest, open_checkpoint
+from longspan.checkpoint import Box, Checkpoint, folder_of, latest, open_checkpoint
 from longspan.config import Run
 from longspan.data.tokenizer import TOKENIZER
 from longspan.errors import UserError
 from longspan.files import new_folder
 from longspan.models import new_decoder
+from longspan.nn import to_dense
 from longspan.runfile import load_run, saved_run_file
 from longspan.training.folder import CHECKPOINTS
+from longspan.training.state import check_shapes
 
 FILE_BYTES = 5 << 30
 """Of one file of weights; more are split."""
@@ -97,14 +100,29 @@ def export(run_dir: Path, out: Path, *, step: int | None = None) -> str:
     saved = open_checkpoint(path)
     saved.check(saved.files_of("model"))
     with new_folder(out) as draft:
-        tensors = ((name, saved.read(f"model/{name}")) for name in saved.shapes("model"))
-        _write(draft, tensors)
+        _write(draft, _dense_tensors(run, saved))
         (draft / "config.json").write_text(json.dumps(their_config(run), indent=1) + "\n")
         if (run_dir / TOKENIZER).exists():
             shutil.copy(run_dir / TOKENIZER, draft / TOKENIZER)
     kind = run.attention.kind
     warning = f"; transformers will attend densely, the run is {kind}" if kind != "dense" else ""
+    if run.model.linear != "dense":
+        warning += f"; its {run.model.linear} layers became the dense ones that compute the same"
     return f"step {saved.step} of {run_dir} to {out}{warning}"
+
+
+def _dense_tensors(run: Run, saved: Checkpoint) -> Iterator[tuple[str, Tensor]]:
+    """A checkpoint's weights by name, those of factored layers multiplied out."""
+    if run.model.linear == "dense":
+        yield from ((name, saved.read(f"model/{name}")) for name in saved.shapes("model"))
+        return
+    check_shapes(run, saved)
+    model = new_decoder(run).to_empty(device="cpu")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(saved.read(f"model/{name}"))
+    to_dense(model)
+    yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
 
 def _write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:

@@ -150,7 +150,7 @@ def _write(trained: Trained, out: Path, linear: str, terms: int) -> None:
     run = run.model_copy(
         update={
             "model": run.model.model_copy(update=form),
-            "train": run.train.model_copy(update={"initial": None}),
+            "train": run.train.model_copy(update={"initial": ""}),
         }
     )
     newest = latest(trained.run_dir / CHECKPOINTS)
