@@ -36,7 +36,7 @@ MAY_IMPORT = {
         "parallel",
         "engines",
     },
-    "benchmarks": {"attention", "config"},
+    "benchmarks": {"attention", "config", "nn"},
     "cli": {
         "checkpoint",
         "drill",

@@ -186,7 +186,7 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(verb=_data_info)
 
     bench = verbs.add_parser("bench", help="measure speed and memory on this machine")
-    bench_verbs = bench.add_subparsers(required=True, metavar="attention|exchange")
+    bench_verbs = bench.add_subparsers(required=True, metavar="attention|exchange|linear")
     attention = bench_verbs.add_parser(
         "attention", help="dilated against dense attention and the plain branch-by-branch one"
     )
@@ -207,6 +207,23 @@ def _parser() -> argparse.ArgumentParser:
     exchange.add_argument("--ranks", type=int, nargs="+", metavar="N", default=[2, 4, 8, 16])
     exchange.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     exchange.set_defaults(verb=_bench_exchange)
+    linear = bench_verbs.add_parser("linear", help="nn.Linear against LowRankLinear and SKLinear")
+    linear.add_argument(
+        "--sizes", type=int, nargs="+", metavar="N", help="inputs and outputs of a layer"
+    )
+    linear.add_argument("--tokens", type=int, metavar="N", help="rows of the input")
+    linear.add_argument(
+        "--shares",
+        type=float,
+        nargs="+",
+        metavar="F",
+        help="shares of nn.Linear's numbers to store (0.5 0.25 0.125)",
+    )
+    linear.add_argument(
+        "--compile", action="store_true", default=None, help="with torch.compile too, as on CUDA"
+    )
+    linear.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
+    linear.set_defaults(verb=_bench_linear)
 
     export = verbs.add_parser("export", help="write a run's weights as a Hugging Face folder")
     export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
@@ -484,6 +501,22 @@ def _bench_exchange(args: argparse.Namespace) -> None:
     from longspan.benchmarks.exchange import bench_exchange
 
     bench_exchange(args.ranks, args.json)
+
+
+def _bench_linear(args: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from longspan.benchmarks.linear import CPU, GPU, bench_linear
+
+    given = {
+        "sizes": args.sizes and tuple(sorted(args.sizes)),
+        "tokens": args.tokens,
+        "shares": args.shares and tuple(args.shares),
+        "compiled": args.compile,
+    }
+    setting = GPU if _builtin_name() == "cuda" else CPU
+    setting = replace(setting, **{name: x for name, x in given.items() if x is not None})
+    bench_linear(setting, args.json)
 
 
 def _export(args: argparse.Namespace) -> None:

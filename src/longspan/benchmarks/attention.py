@@ -11,9 +11,6 @@ does at short lengths. Both are measured on CUDA alone.
 from __future__ import annotations
 
 import json
-import statistics
-import subprocess
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -26,12 +23,12 @@ from torch import Tensor
 
 from longspan.attention import BlockSparse, Dense, Dilated, Mask, Pattern, attend, choose_backend
 from longspan.benchmarks.chart import charts_svg
+from longspan.benchmarks.measure import captured, extra_mib, machine, times_of, unwritable
 from longspan.benchmarks.plain import plain_dilated
 from longspan.config import branch_problems
 from longspan.errors import UserError
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-WARM_UP_S = 0.2
 DENSE, DILATED, PLAIN = "dense", "dilated", "plain dilated"
 
 
@@ -95,7 +92,7 @@ def bench_attention(setting: Setting, json_file: Path | None, plot: Path | None)
     if problem := _problem(setting, [file for file in (json_file, plot) if file]):
         raise UserError(problem)
     console = Console() if Console().is_terminal else Console(width=120)
-    where = _machine(setting)
+    where = machine(setting.device)
     console.print(
         f"{where}; {setting.heads} heads × {setting.head_dim}, {setting.dtype}, causal; segments "
         f"{setting.segment_lengths}, rates {setting.dilation_rates}",
@@ -138,12 +135,7 @@ def _problem(setting: Setting, files: Sequence[Path]) -> str | None:
         broken = [n for n in setting.lengths if n % r]
         if broken:
             return f"a length of {broken[0]} is no multiple of the rate {r}"
-    for file in files:  # now, not after minutes of measuring
-        try:
-            file.open("a").close()
-        except OSError as error:
-            return f"cannot write {file}: {error.strerror}"
-    return None
+    return unwritable(files)
 
 
 def _lengths(setting: Setting) -> list[Row]:
@@ -201,11 +193,12 @@ def _measure(
         def both() -> None:
             torch.autograd.grad(attention(*inputs), inputs, grad)
 
-        forward_ms, _ = _time(forward, setting.device)
-        both_ms, spread = _time(both, setting.device)
+        [(forward_ms, _)] = times_of([forward], setting.device)
+        [(both_ms, spread)] = times_of([both], setting.device)
         extra, graph_ms = None, None
         if setting.device == "cuda":
-            extra, graph_ms = _extra_mib(both, inputs), _time(_captured(both).replay, "cuda")[0]
+            extra = extra_mib(both, must=4 * q.nbytes)  # the output and the gradients
+            [(graph_ms, _)] = times_of([captured(both).replay], "cuda")
     except torch.OutOfMemoryError:
         torch.cuda.empty_cache()
         return None
@@ -213,66 +206,6 @@ def _measure(
     backend = "" if name == PLAIN else choose_backend(q, k, Mask(pattern)).name
     tflops = flops / both_ms / 1e9
     return Row(name, backend, tokens, forward_ms, both_ms, spread, graph_ms, tflops, extra)
-
-
-def _captured(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph
-
-
-def _time(function: Callable[[], None], device: str) -> tuple[float, float]:
-    """Median milliseconds and (slowest − fastest) / median, of 5 to 50 repetitions.
-
-    Clocks, caches and threads are warm: it has run for WARM_UP_S before.
-    """
-    function()
-    begin, calls = time.perf_counter(), 0
-    while calls == 0 or time.perf_counter() - begin < WARM_UP_S:
-        function()
-        if device == "cuda":
-            torch.cuda.synchronize()
-        calls += 1
-    repetitions = min(50, max(5, int(0.5 * calls / (time.perf_counter() - begin))))
-    times = (_gpu_times if device == "cuda" else _cpu_times)(function, repetitions)
-    median = statistics.median(times)
-    return median, (max(times) - min(times)) / median
-
-
-def _cpu_times(function: Callable[[], None], repetitions: int) -> list[float]:
-    times = []
-    for _ in range(repetitions):
-        start = time.perf_counter()
-        function()
-        times.append(1e3 * (time.perf_counter() - start))
-    return times
-
-
-def _gpu_times(function: Callable[[], None], repetitions: int) -> list[float]:
-    """Queued one after another, as in training, between events on the device."""
-    cache = torch.empty(64 << 20, dtype=torch.int32, device="cuda")  # larger than any L2
-    events = [
-        [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # type: ignore[no-untyped-call]
-        for _ in range(repetitions)
-    ]
-    for before, after in events:
-        cache.zero_()  # no input is left in the cache by the last repetition
-        before.record()
-        function()
-        after.record()
-    torch.cuda.synchronize()
-    return [before.elapsed_time(after) for before, after in events]
-
-
-def _extra_mib(both: Callable[[], None], inputs: Sequence[Tensor]) -> float:
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    both()
-    peak = torch.cuda.max_memory_allocated() - before
-    must = inputs[0].nbytes + sum(x.nbytes for x in inputs)  # the output and the gradients
-    return max(0, peak - must) / 2**20
 
 
 def _table(rows: Sequence[Row]) -> Table:
@@ -335,15 +268,3 @@ def _plot(rows: Sequence[Row], where: str) -> str:
     if any(row.extra_mib for row in rows):
         charts["extra memory, MiB"] = lines(lambda row: row.extra_mib)
     return charts_svg(charts, where)
-
-
-def _machine(setting: Setting) -> str:
-    name = torch.cuda.get_device_name() if setting.device == "cuda" else "CPU"
-    git = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    commit = f", commit {git.stdout.strip()}" if git.returncode == 0 else ""
-    return f"{name}, torch {torch.__version__}{commit}"
