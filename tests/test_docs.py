@@ -74,3 +74,13 @@ def test_the_python_in_the_attention_page_runs() -> None:
         exec(block, names)
     assert isinstance(names["y"], torch.Tensor)
     assert names["y"].shape == q.shape
+
+
+@pytest.mark.filterwarnings("ignore:SKLinear .* stores")
+def test_the_python_in_the_sketched_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/sketched.md").read_text()
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(block, names)
+    (table,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    assert table in capsys.readouterr().out

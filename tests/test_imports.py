@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "longspan"
-GROUND = {"errors", "faults", "files", "hardware", "presets"}
+GROUND = {"costs", "errors", "faults", "files", "hardware", "presets"}
 """Plain modules that anyone may import and that import no room."""
 
 MAY_IMPORT = {

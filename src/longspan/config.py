@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from longspan import presets
+from longspan.costs import Cost, rank_for
 
 LARGEST = 1 << 48  # no count here is larger; what is would overflow somewhere below
 Positive = Annotated[int, Field(ge=1, le=LARGEST)]
@@ -30,24 +31,6 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
-
-
-LINEAR_LAYERS = (
-    *[f"attention.{name}" for name in ("query", "key", "value", "out")],
-    *[f"mlp.{name}" for name in ("gate", "up", "down")],
-)
-"""Of a block, by name."""
-
-
-def rank_for(in_features: int, out_features: int, keep: float) -> int:
-    """The largest rank at which a layer stores at most `keep` of a dense layer's numbers.
-
-    From 64 on a multiple of 8, so that rows of 16-bit factors begin at multiples of 16 bytes, as
-    the fast matrix products of GPUs want them.
-    """
-    whole = in_features * out_features / (in_features + out_features)
-    rank = int(keep * whole + 1e-9)  # 0.58 · 50 is a little less than 29 in floating point
-    return rank if rank < 64 else rank - rank % 8
 
 
 class Sketch(Section):
@@ -121,6 +104,31 @@ class Model(Section):
         if found is not None:
             return found
         return max(1, rank_for(in_features, out_features, sketch.keep) // sketch.terms)
+
+    @property
+    def linear_sizes(self) -> dict[str, tuple[int, int]]:
+        """Inputs and outputs of a block's linear layers, by name."""
+        narrow = self.kv_heads * self.head_dim
+        return {
+            "attention.query": (self.hidden, self.hidden),
+            "attention.key": (self.hidden, narrow),
+            "attention.value": (self.hidden, narrow),
+            "attention.out": (self.hidden, self.hidden),
+            "mlp.gate": (self.hidden, self.ffn),
+            "mlp.up": (self.hidden, self.ffn),
+            "mlp.down": (self.ffn, self.hidden),
+        }
+
+    def linear_costs(self) -> tuple[Cost, Cost]:
+        """Of the blocks' linear layers: as dense ones would, and as these take."""
+        before = after = Cost(0, 0, 0)
+        for block in range(self.layers):
+            for name, size in self.linear_sizes.items():
+                dense = Cost.dense(*size)
+                rank = self.rank_of(f"blocks.{block}.{name}", *size) * self.sketch.terms
+                form = Cost.low_rank if self.linear == "low_rank" else Cost.sketched
+                before, after = before + dense, after + (form(*size, rank) if rank else dense)
+        return before, after
 
     def rope_base_for(self, context: int) -> float:
         """The base that turns the slowest pair of channels by at most ¼ radian over the context.
@@ -367,7 +375,9 @@ def derived_values(run: Run, world: int = 1) -> dict[str, str]:
     ranks = run.layout.resolve(world)
     data_ranks = ranks["replicate"] * ranks["shard"]
     tokens = train.global_batch * context
+    linear = {} if run.model.linear == "dense" else {"linear layers": _linear_words(run.model)}
     return {
+        **linear,
         "attention": f"{run.attention.kind}{_pattern_words(run.attention)}"
         + f", context {context:,}, rope base {run.model.rope_base_for(context):,.0f}",
         "batch": f"{train.global_batch} = micro {train.micro_batch} × accumulation "
@@ -377,6 +387,16 @@ def derived_values(run: Run, world: int = 1) -> dict[str, str]:
         "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items())
         + (f", ZeRO stage {run.layout.zero}" if ranks["shard"] > 1 else ""),
     }
+
+
+def _linear_words(model: Model) -> str:
+    dense, own = model.linear_costs()
+    training = (own.forward + own.backward) / (dense.forward + dense.backward)
+    return (
+        f"{model.linear}, {own.stored:,} numbers where dense ones have {dense.stored:,} "
+        f"({own.stored / dense.stored:.1%}), {own.forward / dense.forward:.1%} of their FLOPs "
+        f"forward, {training:.1%} in training"
+    )
 
 
 def _pattern_words(attention: Attention) -> str:

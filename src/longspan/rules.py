@@ -13,7 +13,6 @@ from typing import Any
 from longspan.config import (
     BLOCK_SPARSE_KEYS,
     DILATED_KEYS,
-    LINEAR_LAYERS,
     Attention,
     Data,
     Engine,
@@ -82,7 +81,7 @@ def _sketch_rules(model: Model) -> list[Problem]:
     patterns = {"model.sketch.layers": sketch.layers}
     patterns |= {f"model.sketch.ranks.{pattern}": pattern for pattern in sketch.ranks}
     blocks = range(min(model.layers, 1024))  # more need not be looked at to find a slip
-    names = [f"blocks.{index}.{layer}" for index in blocks for layer in LINEAR_LAYERS]
+    names = [f"blocks.{index}.{layer}" for index in blocks for layer in model.linear_sizes]
     problems += [
         Problem(path, f"{pattern!r} matches no linear layer; they have names such as {names[0]}")
         for path, pattern in patterns.items()

@@ -9,8 +9,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from longspan.config import Model
-from longspan.models import build_decoder, count_parameters
+from longspan.models import build_decoder, count_parameters, new_decoder
 from longspan.models.decoder import Decoder
+from longspan.nn import report
 from longspan.runfile import load_run, parse_run
 
 TINY = ["model.hidden=32", "model.heads=4", "data.context=64"]
@@ -125,3 +126,35 @@ def test_token_by_token_with_caches_equals_the_full_forward(options: list[str]) 
         parts += [model.hidden(tokens[:, i : i + 1], caches) for i in range(9, 70)]
     torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-6, atol=1e-7)
     assert caches[0].rows < 70 or options == ["attention.kind=dense"]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["model.linear=low_rank", "model.sketch.keep=0.3"],
+        ["model.linear=sketched", "model.sketch.terms=2", "model.kv_heads=2"],
+        ["model.linear=sketched", 'model.sketch.ranks={"*.up"=5, "blocks.1.*"=0}'],
+    ],
+    ids=["dense", "low rank", "sketched", "ranks"],
+)
+@pytest.mark.filterwarnings("ignore:SKLinear .* computes")
+def test_the_run_file_alone_tells_what_linear_layers_cost(options: list[str]) -> None:
+    run = load_run(None, [*TINY, *options])
+    found = report(new_decoder(run))
+    assert run.model.linear_costs() == (found.before, found.after)
+    assert {row.name.split(".", 2)[2] for row in found.rows} == set(run.model.linear_sizes)
+
+
+def test_sketched_layers_begin_as_large_as_dense_ones() -> None:
+    """Each layer's weight has the variance that the dense layer's would have."""
+    wide = ["model.hidden=256", "model.ffn=512", "model.heads=4"]
+    for extra in ([], ["model.sub_layer_norm=true"]):
+        dense = build_decoder(load_run(None, [*TINY, *wide, *extra]), torch.device("cpu"))
+        for linear in ("sketched", "low_rank"):
+            options = [*TINY, *wide, *extra, f"model.linear={linear}", "model.sketch.keep=0.4"]
+            model = build_decoder(load_run(None, options), torch.device("cpu"))
+            for name in Model().linear_sizes:
+                layers = (m.get_submodule(f"blocks.0.{name}") for m in (model, dense))
+                ours, plain = (float(x.weight.std()) for x in layers)  # type: ignore[operator]
+                assert abs(ours / plain - 1) < 0.05, (linear, name)

@@ -28,10 +28,9 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from longspan.benchmarks.measure import captured, extra_mib, machine, times_of, unwritable
-from longspan.config import rank_for
+from longspan.costs import Cost, rank_for
 from longspan.errors import UserError
 from longspan.nn import LowRankLinear, SKLinear
-from longspan.nn.sketched import Cost
 
 DENSE = "nn.Linear"
 CHECKED_ROWS = 256

@@ -193,7 +193,8 @@ def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Ten
     *_, module, kind = name.split(".")
     if model.sub_layer_norm and module not in ("embedding", "head"):
         gain = 1.0 if module in ("query", "key") else math.sqrt(math.log(2 * model.layers))
-        std = gain * math.sqrt(2 / _width(model, module))
+        layer = name.split(".", 2)[2].rsplit(".", 1)[0]  # of blocks.3.mlp.up.weight: mlp.up
+        std = gain * math.sqrt(2 / sum(model.linear_sizes[layer]))
     else:
         std = math.sqrt(2 / (5 * model.hidden))
         if module in ("out", "down"):
@@ -204,15 +205,6 @@ def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Ten
         std = sketched_std(std, model.sketch.terms)
     stream = torch.Generator().manual_seed(seed_of(seed, name))
     return torch.randn(shape, generator=stream) * std
-
-
-def _width(model: Model, module: str) -> int:
-    """Inputs and outputs of a block's linear layer together."""
-    if module in ("query", "out"):
-        return 2 * model.hidden
-    return model.hidden + (
-        model.kv_heads * model.head_dim if module in ("key", "value") else model.ffn
-    )
 
 
 def count_parameters(model: Model) -> int:

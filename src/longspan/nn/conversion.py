@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from longspan.config import rank_for
+from longspan.costs import Cost, rank_for
 from longspan.nn.fitting import fit_low_rank, fit_sketched, random_sketch
-from longspan.nn.sketched import Cost, FactoredLinear, LowRankLinear, SKLinear, seed_of
+from longspan.nn.sketched import FactoredLinear, LowRankLinear, SKLinear, seed_of
 
 Method = Literal["svd", "least_squares", "sketch"]
 
@@ -52,11 +52,11 @@ class Report:
 
     @property
     def before(self) -> Cost:
-        return _total([row.before for row in self.rows])
+        return sum((row.before for row in self.rows), start=Cost(0, 0, 0))
 
     @property
     def after(self) -> Cost:
-        return _total([row.after for row in self.rows])
+        return sum((row.after for row in self.rows), start=Cost(0, 0, 0))
 
     def as_dict(self) -> dict[str, Any]:
         totals = {"before": asdict(self.before), "after": asdict(self.after)}
@@ -77,11 +77,6 @@ class Report:
                 cell = line[column]
                 line[column] = cell.ljust(width) if column < 2 else cell.rjust(width)
         return "\n".join("  ".join(line).rstrip() for line in lines)
-
-
-def _total(costs: Sequence[Cost]) -> Cost:
-    names = "stored", "forward", "backward"
-    return Cost(**{name: sum(getattr(cost, name) for cost in costs) for name in names})
 
 
 def _change(before: Cost, after: Cost) -> list[str]:

@@ -24,7 +24,6 @@ import hashlib
 import math
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,53 +32,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
 
+from longspan.costs import Cost
 from longspan.nn.collectives import summed
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a linear layer takes, its bias left out."""
-
-    stored: int
-    """Numbers that are trained, and stand in a checkpoint."""
-    forward: int
-    """FLOPs per token."""
-    backward: int
-    """FLOPs per token, for the gradients of the input and of what is trained."""
-
-    @staticmethod
-    def dense(in_features: int, out_features: int) -> Cost:
-        size = in_features * out_features
-        return Cost(size, 2 * size, 4 * size)
-
-    @staticmethod
-    def low_rank(in_features: int, out_features: int, rank: int) -> Cost:
-        size = rank * (in_features + out_features)
-        return Cost(size, 2 * size, 4 * size)
-
-    @staticmethod
-    def sketched(in_features: int, out_features: int, rank: int) -> Cost:
-        """`rank`: of all terms together. Fixed factors are multiplied by but get no gradient."""
-        size = rank * (in_features + out_features)
-        return Cost(size, 4 * size, 6 * size)
-
-    def excess_over(self, other: Cost) -> list[str]:
-        """In what it exceeds `other`, with the numbers."""
-        figures = [
-            ("stores", self.stored, other.stored, "numbers"),
-            ("computes", self.forward, other.forward, "FLOPs per token forward"),
-            (
-                "computes",
-                self.forward + self.backward,
-                other.forward + other.backward,
-                "FLOPs per token in training",
-            ),
-        ]
-        return [
-            f"{verb} {own:,} {what} where nn.Linear has {its:,}"
-            for verb, own, its, what in figures
-            if own > its
-        ]
 
 
 def flops_of(module: nn.Module) -> tuple[int, int]:

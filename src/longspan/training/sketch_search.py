@@ -22,11 +22,11 @@ import torch
 from torch import Tensor, nn
 
 from longspan.checkpoint import latest
-from longspan.config import rank_for
+from longspan.costs import Cost, rank_for
 from longspan.errors import UserError
 from longspan.files import replace_text
 from longspan.nn.conversion import Method, fitted, input_moments
-from longspan.nn.sketched import Cost, seed_of
+from longspan.nn.sketched import seed_of
 from longspan.tracking import MetricsFile, lines_of
 from longspan.tracking.scatter import scatter_svg
 from longspan.training.folder import CHECKPOINTS

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from longspan.checkpoint import Part, latest, open_checkpoint, save
-from longspan.config import LINEAR_LAYERS, Run, Sketch
+from longspan.config import Run, Sketch
 from longspan.data import Sample, Source, batch_of, open_source
 from longspan.errors import UserError
 from longspan.models import Decoder
@@ -146,7 +146,7 @@ def _write(trained: Trained, out: Path, linear: str, terms: int) -> None:
     """A run folder with the converted model as its checkpoint of step 0."""
     model, source = trained.model, trained.source
     run = load_run(saved_run_file(trained.run_dir), world=None)
-    form = {"linear": linear, "sketch": Sketch(ranks=_ranks(model, run.model.layers), terms=terms)}
+    form = {"linear": linear, "sketch": Sketch(ranks=_ranks(model, run), terms=terms)}
     run = run.model_copy(
         update={
             "model": run.model.model_copy(update=form),
@@ -163,10 +163,11 @@ def _write(trained: Trained, out: Path, linear: str, terms: int) -> None:
     save(out / CHECKPOINTS, 0, parts, state.model_dump(mode="json"))
 
 
-def _ranks(model: Decoder, blocks: int) -> dict[str, int]:
+def _ranks(model: Decoder, run: Run) -> dict[str, int]:
     """The rank of each layer's terms, one line for all blocks where they are alike."""
     ranks: dict[str, int] = {}
-    for layer in LINEAR_LAYERS:
+    blocks = run.model.layers
+    for layer in run.model.linear_sizes:
         found = [_rank(model.get_submodule(f"blocks.{i}.{layer}")) for i in range(blocks)]
         alike = len(set(found)) == 1
         names = ["*"] if alike else [str(i) for i in range(blocks)]
