@@ -240,3 +240,13 @@ def test_what_keeps_some_activations_is_refused_with_zbv(
     overrides += ["model.layers=4", "layout.zero=2", f"train.remat={remat}"]
     with pytest.raises(UserError, match=f"would need twice: use {advice}"):
         load_run(None, overrides, world=world)
+
+
+def test_an_override_may_reach_into_a_table_but_not_into_a_value() -> None:
+    run = load_run(None, ["model.linear=sketched", 'model.sketch.ranks."*.mlp.*"=4'])
+    assert run.model.sketch.ranks == {"*.mlp.*": 4}
+    with pytest.raises(UserError, match=r"sets a key of train\.steps, which is 7"):
+        load_run(None, ["train.steps=7", "train.steps.foo=9"])
+    for broken in ("train..steps=1", "train.=1", ".steps=1", 'model."a=1'):
+        with pytest.raises(UserError, match="must look like section"):
+            load_run(None, [broken])

@@ -422,6 +422,7 @@ def _generate(args: argparse.Namespace) -> None:
 
 
 def _sketch(args: argparse.Namespace) -> None:
+    from longspan.training.folder import check_run_folder
     from longspan.training.sketch_search import Search
     from longspan.training.sketching import convert, open_trained
 
@@ -437,6 +438,8 @@ def _sketch(args: argparse.Namespace) -> None:
         raise UserError("--calibrate goes with --method svd or least_squares; sketch fits nothing")
     how = {"method": args.method, "layers": args.layers, "terms": args.terms}
     how["calibrate"] = args.calibrate
+    if args.out is not None:
+        check_run_folder(args.out, resume=False)
     trained, found = open_trained(args.run_dir), None
     if args.search:
         found = Search(trained, args.run_dir / f"sketch-{args.method}", **how).run(

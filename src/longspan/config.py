@@ -36,11 +36,11 @@ class Section(BaseModel):
 class Sketch(Section):
     keep: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Share of a dense layer's numbers that a layer stores, where neither rank says more."""
-    rank: Positive | None = None
+    rank: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     """Rank of each term, for all layers."""
-    ranks: dict[str, Whole] = {}
+    ranks: dict[str, Annotated[int, Field(ge=0, le=1 << 20)]] = {}
     """Rank of each term by a pattern for names (`"blocks.*.mlp.*" = 48`); 0 leaves one dense."""
-    terms: Positive = 1
+    terms: Annotated[int, Field(ge=1, le=1 << 10)] = 1
     """Sketched terms of a layer; a layer of l terms of rank k can do what one of rank l · k can."""
     layers: str = "*"
     """Which linear layers, as a pattern for their names (`blocks.*.mlp.*`); others are dense."""

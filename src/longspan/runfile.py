@@ -6,7 +6,7 @@ import difflib
 import re
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from importlib import resources
 from pathlib import Path
@@ -32,6 +32,9 @@ ONE_PROCESS = [
     "engine.name=native",
 ]
 """Overrides for what one process does with a run of many."""
+
+KEY = r'(?:"[^"]*"|[^."=]+)'
+"""A key in the path of an override: in quotes where it holds a dot."""
 
 RUN_FILE = "run.toml"
 """The name of the run file in a run's folder."""
@@ -153,24 +156,20 @@ def _override(tables: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any
     tables = deepcopy(tables)
     for override in overrides:
         path, equals, text = override.partition("=")
-        section, *keys = path.split(".")
-        if not (equals and section and keys and all(keys)):
+        if not (equals and re.fullmatch(rf"{KEY}(\.{KEY})+", path)):
             raise UserError(
                 f"an override must look like section.key=value, got {override!r}; "
                 "for example train.steps=100"
             )
-        _set(tables, [section, *keys], _parse_value(text))
+        keys = [key.strip('"') for key in re.findall(KEY, path)]
+        table = tables
+        for depth, key in enumerate(keys[:-1], 1):
+            table = table.setdefault(key, {})
+            if not isinstance(table, dict):
+                where = ".".join(keys[:depth])
+                raise UserError(f"{override!r} sets a key of {where}, which is {table!r}")
+        table[keys[-1]] = _parse_value(text)
     return tables
-
-
-def _set(table: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """table[a][b][c] = value for the path a, b, c; what is no table stays, to be refused."""
-    for key in path[:-1]:
-        inner = table.setdefault(key, {})
-        if not isinstance(inner, dict):
-            return
-        table = inner
-    table[path[-1]] = value
 
 
 def _parse_value(text: str) -> Any:

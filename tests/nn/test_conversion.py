@@ -385,13 +385,13 @@ def test_layers_that_would_not_get_smaller_stay_dense() -> None:
     found = sketch(model, 1.0, rank={"0": 8, "1": 0})
     assert [row.remark for row in found.rows] == [
         "left dense: of rank 8 it stores 256 numbers where nn.Linear has 256",
-        "left dense: its rank would be 0",
+        "left dense: its rank is 0",
         "left dense: of rank 12 it stores 768 numbers where nn.Linear has 768",
     ]
     assert names(model) == []
     assert found.before == found.after
     few = sketch(model, 0.1, "sketch", num_terms=4)  # 16 · 48 · 0.1 / 64 = 1.2 for four terms
-    assert [row.remark for row in few.rows] == ["left dense: its rank would be 0"] * 3
+    assert [row.remark for row in few.rows] == ["left dense: its rank is 0"] * 3
 
 
 def test_a_layer_that_stores_less_but_computes_more_is_converted_and_says_so() -> None:
@@ -432,7 +432,7 @@ def test_the_report_is_a_table_and_a_dictionary() -> None:
         f"{found.rows[0].weight_error:.4f}",
         f"{found.rows[0].activation_error:.4f}",
     ]
-    assert second[column:] == "left dense: its rank would be 0"
+    assert second[column:] == "left dense: its rank is 0"
     assert total.split() == [
         *["total", "2", "layers", "288", "->", "160", "55.6%", "576", "->", "320", "55.6%"]
     ]

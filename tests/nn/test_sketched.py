@@ -135,13 +135,15 @@ def test_a_state_dict_holds_the_seed_and_no_signs() -> None:
         "s1": (24, 6),
         "s2": (6, 16),
         "bias": (16,),
-        "_extra_state": (),
+        "_extra_state": (2,),
     }
     with torch.device("meta"):
         other = SKLinear(24, 16, 2, 3)
     other.to_empty(device="cpu").load_state_dict(saved)
     assert torch.equal(other(x), layer(x))
     assert not torch.equal(SKLinear(24, 16, 2, 3, seed=12).u1, layer.u1)
+    with pytest.raises(ValueError, match="expected the state of 3 terms, got 2"):
+        SKLinear(24, 16, 3, 2).load_state_dict(saved)
     asked = SKLinear(24, 16, 2, 3, seed=11, store_signs=True)
     assert torch.equal(asked.state_dict()["u1"], layer.u1)
     assert asked.u1 is not None
@@ -176,6 +178,34 @@ def test_low_precision_is_that_of_a_dense_layer() -> None:
     assert (ours - exact).norm() <= 2 * (plain - exact).norm()
 
 
+def test_fp16_gradients_hold_what_the_plain_formula_holds() -> None:
+    """The scale is in the product: without it these gradients would be 64 times larger."""
+    torch.manual_seed(0)
+    layer, x = SKLinear(64, 64, 4, 64, bias=False), torch.randn(64, 64, requires_grad=True)
+    dy = (16384 * torch.randn(64, 64) / 64).half()
+    with torch.autocast("cpu", torch.float16):
+        y = layer(x)
+    assert y.dtype == torch.float16
+    y.backward(dy)
+    exact = torch.autograd.grad(by_the_formula(x, layer), [layer.s1, layer.s2], dy.double())
+    for ours, gradient in zip((layer.s1.grad, layer.s2.grad), exact, strict=True):
+        assert ours is not None
+        assert (ours - gradient).norm() < 1e-2 * gradient.norm()
+
+
+def test_it_is_called_wherever_a_dense_layer_is() -> None:
+    layer = SKLinear(12, 8, 1, 2)
+    assert layer(torch.randn(12)).shape == (8,)
+    assert layer(torch.randn(0, 12)).shape == (0, 8)
+    assert layer.to("meta")(torch.empty(3, 12, device="meta")).shape == (3, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert SKLinear(12, 8, 1, 2).double()(torch.randn(3, 12).double()).dtype == torch.float64
+    moved = SKLinear(12, 8, 1, 2)
+    with torch.inference_mode():
+        moved.to("cpu")
+    moved(torch.randn(3, 12)).sum().backward()
+
+
 def test_it_compiles_into_one_graph() -> None:
     torch.manual_seed(0)
     layer, x = SKLinear(24, 16, 2, 3), torch.randn(4, 24, requires_grad=True)
@@ -200,6 +230,7 @@ def test_the_guides_sketch_size_is_the_rank_of_one_term() -> None:
         ({"low_rank": 2}, "num_terms and low_rank"),
         ({"num_terms": 0, "low_rank": 2}, "num_terms of at least 1"),
         ({"num_terms": 2, "low_rank": 0}, "rank of at least 1"),
+        ({"num_terms": 2, "low_rank": 2, "seed": 1 << 63}, "a seed from 0 to"),
     ],
 )
 def test_arguments_that_say_too_little_or_too_much(arguments: dict[str, int], named: str) -> None:

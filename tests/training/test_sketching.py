@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from longspan.checkpoint import load
+from longspan.checkpoint import Part, load, open_checkpoint, save
 from longspan.cli import main
 from longspan.nn import LowRankLinear, SKLinear, sketch
 from longspan.parallel.world import World
@@ -19,7 +20,7 @@ from longspan.training import load_trained, train
 from longspan.training.sketch_search import Search, Trial, _front
 from longspan.training.sketching import convert, open_trained
 from tests.harness import Ranks
-from tests.parallel.test_placement import run_of
+from tests.parallel.test_placement import run_of, train_rank
 
 OPTIONS = ["train.steps=12", "train.eval_samples=8", "model.hidden=64", "train.lr=0.02"]
 
@@ -177,6 +178,50 @@ def test_trials_measure_what_the_conversion_gives(dense: Path, tmp_path: Path) -
     )
     assert math.isclose(once.loss_after, found.best.loss, rel_tol=1e-6)
     assert math.isclose(trained.loss(), found.dense.loss, rel_tol=1e-6)  # all is put back
+
+
+def test_a_run_of_split_norms_and_left_out_samples_is_converted(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    """What does not go with such layers is changed, and what was left out stays so."""
+    options = ["layout.tensor=2", "layout.split_norms=true", "train.steps=2"]
+    ranks.run(train_rank, 2, options, str(tmp_path / "run"), False)
+    folder = tmp_path / "run/checkpoints"
+    state = open_checkpoint(folder / "step-00000002").state
+    weights = load(folder / "step-00000002", "model")
+    parts = {f"model/{name}": Part.whole(x) for name, x in weights.items()}
+    save(folder, 3, parts, {**state, "skips": [[16, 24]]})
+    convert(open_trained(tmp_path / "run"), tmp_path / "out")
+    run = load_run(tmp_path / "out/run.toml", world=2)
+    assert (run.layout.tensor, run.layout.split_norms) == (2, False)
+    written = json.loads((tmp_path / "out/checkpoints/step-00000000/manifest.json").read_text())
+    assert written["state"]["skips"] == [[16, 24]]
+
+
+def test_a_search_that_cannot_go_on_says_so(
+    dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = tmp_path / "run"
+    shutil.copytree(dense, own)
+    options = ["--method", "least_squares", "--search", "--swaps", "0", "--layers", "*.0.mlp.up"]
+    assert main(["sketch", str(own), *options]) == 0
+    moved = tmp_path / "moved"
+    own.rename(moved)
+    capsys.readouterr()
+    assert main(["sketch", str(moved), *options]) == 0
+    assert "trial " not in capsys.readouterr().err  # the same run, elsewhere
+    folder = moved / "sketch-least_squares"
+    for name, text in (("trials.jsonl", '{"step": 3}\n'), ("search.json", "[1]")):
+        (folder / name).write_text(text)
+        assert main(["sketch", str(moved), *options]) == 2
+        assert f"{folder / name} is damaged: remove it" in capsys.readouterr().err
+        (folder / name).unlink()
+    assert main(["sketch", str(moved), str(dense), *options]) == 2  # before anything is measured
+    said = capsys.readouterr().err
+    assert "is not empty" in said
+    assert "trial " not in said
+    assert main(["sketch", str(moved), "--keep", "0.0001"]) == 2
+    assert "no layer would get smaller" in capsys.readouterr().err
 
 
 def test_the_front_is_what_nothing_beats() -> None:

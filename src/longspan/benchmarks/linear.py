@@ -206,7 +206,8 @@ def _check(each: Contender, x: Tensor) -> None:
     exact = rows.double() @ weight.T
     outputs = each.call(x)[:CHECKED_ROWS], nn.functional.linear(rows, weight.to(x.dtype))
     error, its = (float((y - exact).norm() / exact.norm()) for y in outputs)
-    assert error <= 2 * its, f"{each.name} of {len(weight)}: {error:.1e}, nn.Linear {its:.1e}"
+    most = 2 * its + 4 * torch.finfo(x.dtype).eps  # a few numbers may be right by chance
+    assert error <= most, f"{each.name} of {len(weight)}: {error:.1e}, nn.Linear {its:.1e}"
 
 
 def _table(rows: Sequence[Row]) -> Table:

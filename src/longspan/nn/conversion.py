@@ -189,10 +189,12 @@ def _reason(model: nn.Module, name: str, linear: nn.Linear, rank: int) -> str:
     stored = Cost.low_rank(linear.in_features, linear.out_features, rank).stored
     if others:
         return f"its weight is also {', '.join(others)}"
+    if linear._forward_hooks or linear._forward_pre_hooks:
+        return "it has hooks"
     if type(linear) is not nn.Linear:
         return f"a {type(linear).__name__} may be more than an nn.Linear"
     if rank == 0:
-        return "its rank would be 0"
+        return "its rank is 0"
     if stored >= dense:
         return f"of rank {rank} it stores {stored:,} numbers where nn.Linear has {dense:,}"
     return ""

@@ -100,13 +100,13 @@ class FactoredLinear(nn.Module):
         if x.shape[-1] != s1.shape[0]:
             raise ValueError(f"expected x (..., {s1.shape[0]}), got {tuple(x.shape)}")
         device = x.device.type
-        if torch.is_autocast_enabled(device):
+        has_autocast = torch.amp.is_autocast_available(device)  # the meta device has none
+        if has_autocast and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device))
-        with torch.autocast(device, enabled=False):
-            out: Tensor = _Factored.apply(  # type: ignore[no-untyped-call]
-                x, s1, s2, bias, self.u1, self.u2, self.scale, group
-            )
-        return out
+        y: Tensor = _Factored.apply(  # type: ignore[no-untyped-call]
+            x, s1, s2, bias, self.u1, self.u2, self.scale, group
+        )
+        return y
 
     @property
     def weight(self) -> Tensor:
@@ -164,7 +164,8 @@ class SKLinear(FactoredLinear):
     not stand in a state dict unless `store_signs`; the seed does. Layers of one model should have
     different seeds.
 
-    `sketch_size`, or a third argument alone, is the rank of one term. Under
+    `sketch_size`, or a third argument alone, is the rank of one term. There are no second and no
+    forward-mode derivatives. Under
     DistributedDataParallel give `broadcast_buffers=False`: every rank has the signs already.
     """
 
@@ -191,6 +192,8 @@ class SKLinear(FactoredLinear):
             )
         if num_terms < 1:
             raise ValueError(f"expected num_terms of at least 1, got {num_terms}")
+        if not 0 <= seed < 1 << 63:
+            raise ValueError(f"expected a seed from 0 to 2^63 - 1, got {seed}")
         self.num_terms, self.low_rank, self.seed = num_terms, low_rank, seed
         self._stores_signs = store_signs
         self._part = 0, 1  # which of how many parts of the features this rank has
@@ -212,10 +215,12 @@ class SKLinear(FactoredLinear):
     def split(self, part: int, parts: int) -> None:
         super().split(part, parts)
         self._part = part, parts
-        self._draw_signs(self.s1.device)
+        self.draw_signs(self.s1.device)
 
-    def _draw_signs(self, device: torch.device) -> None:
-        self.u1, self.u2 = self._signs(device)
+    def draw_signs(self, device: torch.device) -> None:
+        """Have the signs on `device`."""
+        with torch.inference_mode(mode=False):  # so that training can go on with them
+            self.u1, self.u2 = self._signs(device)
 
     def _signs(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """This rank's part of U1 (rank, out) and U2 (in, rank)."""
@@ -230,17 +235,20 @@ class SKLinear(FactoredLinear):
         had_none = self.u1.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if had_none or not self._stores_signs:
-            self._draw_signs(self.u1.device)
+            self.draw_signs(self.u1.device)
         return self
 
     def get_extra_state(self) -> Tensor:
-        return torch.tensor(self.seed)
+        return torch.tensor([self.seed, self.num_terms])
 
     def set_extra_state(self, state: Tensor) -> None:
-        assert self.u1 is not None
-        self.seed = int(state)
-        if not self._stores_signs:
-            self._draw_signs(self.u1.device)
+        seed, terms = state.tolist()
+        if terms != self.num_terms:
+            raise ValueError(f"expected the state of {self.num_terms} terms, got {terms}")
+        if seed != self.seed and not self._stores_signs:
+            assert self.u1 is not None
+            self.seed = seed
+            self.draw_signs(self.u1.device)
 
     def extra_repr(self) -> str:
         return f"num_terms={self.num_terms}, low_rank={self.low_rank}, {super().extra_repr()}"
@@ -328,7 +336,8 @@ class _Factored(torch.autograd.Function):
     """x to x A B + b, without gradients of the fixed parts of A and B.
 
     A and B are put together again for the backward pass instead of kept: of a sharded layer the
-    whole factors would else stay from forward to backward.
+    whole factors would else stay from forward to backward. The scale is applied before a product,
+    as 16 bits may not hold what it has not made smaller yet.
     """
 
     @staticmethod
@@ -349,7 +358,7 @@ class _Factored(torch.autograd.Function):
         if group is not None:
             h = summed(h, group)
         y = h @ b if bias is None else torch.addmm(bias.to(x.dtype), h, b)
-        h2 = h[:, -s2.shape[0] :].contiguous()  # not h, of which half is not needed again
+        h2 = h if u1 is None else h[:, -s2.shape[0] :] * scale  # not h: half is not needed again
         ctx.save_for_backward(rows, h2, s1, s2, u1, u2)
         ctx.scale, ctx.group, ctx.shape = scale, group, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -370,9 +379,10 @@ class _Factored(torch.autograd.Function):
             if wants_x:
                 dx = (g @ a.T).view(ctx.shape)
             if wants_s1:
-                ds1 = (rows.T @ g[:, : s1.shape[1]]).to(s1.dtype) * ctx.scale
+                g1 = g if u1 is None else g[:, : s1.shape[1]] * ctx.scale
+                ds1 = (rows.T @ g1).to(s1.dtype)
         if wants_s2:
-            ds2 = (h2.T @ dy).to(s2.dtype) * ctx.scale
+            ds2 = (h2.T @ dy).to(s2.dtype)
         if wants_bias:
             dbias = dy.sum(0).to(ctx.bias_dtype)
         return dx, ds1, ds2, dbias, None, None, None, None

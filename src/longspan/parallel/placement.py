@@ -49,6 +49,7 @@ from torch.nn.parallel import DistributedDataParallel
 from longspan.config import Layout, Run
 from longspan.models import Decoder
 from longspan.models.decoder import allocate, initial_weight
+from longspan.nn import SKLinear
 from longspan.parallel.pipeline import Around, Pipelined, keep_own_layers
 from longspan.parallel.recorder import record_collectives
 from longspan.parallel.remat import rematerialised
@@ -141,6 +142,9 @@ class Placement:
                 self._shard(part, self._mesh, offload=run.layout.offload)
         for part in parts:
             allocate(part, torch.device("cpu") if run.layout.offload else device)
+            for layer in part.modules():
+                if isinstance(layer, SKLinear):  # FSDP2 brings parameters there and no signs
+                    layer.draw_signs(device)
         with torch.no_grad():
             for name, weight in self.named_parameters(model):
                 drawn = initial_weight(run.model, run.train.seed, name, weight.shape)

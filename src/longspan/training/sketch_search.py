@@ -11,6 +11,7 @@ Every trial is a line of a file, and is not measured again: a search that was st
 from __future__ import annotations
 
 import json
+import math
 import random
 import sys
 from collections.abc import Iterable
@@ -22,9 +23,10 @@ import torch
 from torch import Tensor, nn
 
 from longspan.checkpoint import latest
+from longspan.checkpoint.format import MANIFEST
 from longspan.costs import Cost, rank_for
 from longspan.errors import UserError
-from longspan.files import replace_text
+from longspan.files import replace_text, sha256_of
 from longspan.nn.conversion import Method, fitted, input_moments
 from longspan.nn.sketched import seed_of
 from longspan.tracking import MetricsFile, lines_of
@@ -108,8 +110,10 @@ class Search:
             self._linears[name] = linear
         self._dense = {name: x.weight.detach().clone() for name, x in self._linears.items()}
         self._levels = [self._levels_of(x) for x in self._linears.values()]
+        newest = latest(trained.run_dir / CHECKPOINTS)
+        assert newest is not None
         self._settings = {
-            "checkpoint": str(latest(trained.run_dir / CHECKPOINTS)),
+            "checkpoint": f"{newest.name}, SHA-256 {sha256_of(newest / MANIFEST)}",
             "method": method,
             "layers": layers,
             "terms": terms,
@@ -124,8 +128,12 @@ class Search:
         self._fits: dict[tuple[str, int], Tensor] = {}
         self._trials: dict[Ranks, Trial] = {}
         for line in lines_of(folder / TRIALS):
-            ranks = tuple(line["ranks"])
-            self._trials[ranks] = Trial(line["kind"], ranks, line["stored"], line["loss"])
+            try:
+                ranks, loss = tuple(line["ranks"]), line["loss"]
+                loss = math.inf if loss is None else float(loss)  # JSON has no word for it
+                self._trials[ranks] = Trial(line["kind"], ranks, int(line["stored"]), loss)
+            except (KeyError, TypeError, ValueError) as error:
+                raise UserError(f"{folder / TRIALS} is damaged: remove it") from error
 
     def _levels_of(self, linear: nn.Linear) -> list[int]:
         """The ranks to try, from the smallest on; 0, which is dense, at the end."""
@@ -140,6 +148,8 @@ class Search:
             was = json.loads(file.read_text()) if file.exists() else self._settings
         except (OSError, ValueError) as error:
             raise UserError(f"cannot use {self._folder}: {error}") from error
+        if not isinstance(was, dict):
+            raise UserError(f"{file} is damaged: remove it")
         if was != self._settings:
             changed = [key for key, value in self._settings.items() if was.get(key) != value]
             shown = [f"  {key} was {was.get(key)} and is {self._settings[key]}" for key in changed]
@@ -155,19 +165,22 @@ class Search:
         with MetricsFile(self._folder / TRIALS, step=sys.maxsize) as self._log:
             dense = self._measure("dense", (0,) * len(self.names))
             rises = self._rises(dense)
-            for share in SHARES:
-                self._measure("same share", self._same(share))
+            same = [self._measure("same share", self._same(share)) for share in SHARES]
             for share in sorted({*SHARES, keep}):
                 if ranks := self._by_rises(rises, share * dense.stored):
                     self._measure("by rises", ranks)
-            within = [t for t in self._trials.values() if t.stored <= keep * dense.stored]
+            # Swaps of an earlier search are found again in their turn, and cost nothing.
+            within = [
+                t
+                for t in self._trials.values()
+                if t.stored <= keep * dense.stored and t.kind != "swapped"
+            ]
             if not within:
                 raise UserError(
                     f"no ranks store {keep:.1%} of {dense.stored:,} numbers: raise --keep"
                 )
             best = self._swap(min(within, key=lambda t: t.loss), keep * dense.stored, swaps)
         front = _front(self._trials.values())
-        same = [t for t in self._trials.values() if t.kind == "same share"]
         found = Found(self.names, dense, best, front, same, self._folder)
         self._draw(found)
         return found
@@ -245,7 +258,8 @@ class Search:
             return self._trials[ranks]
         for name, rank in zip(self.names, ranks, strict=True):
             self._linears[name].weight.copy_(self._fit(name, rank))
-        trial = Trial(kind, ranks, self._total(ranks), self._trained.loss())
+        loss = self._trained.loss()
+        trial = Trial(kind, ranks, self._total(ranks), loss if math.isfinite(loss) else math.inf)
         for name, weight in self._dense.items():
             self._linears[name].weight.copy_(weight)
         self._trials[ranks] = trial
@@ -268,9 +282,10 @@ class Search:
 
     def _draw(self, found: Found) -> None:
         def points(trials: list[Trial]) -> list[tuple[float, float]]:
-            return [(100 * t.stored / found.dense.stored, t.loss) for t in trials]
+            finite = [t for t in trials if math.isfinite(t.loss)]
+            return [(100 * t.stored / found.dense.stored, t.loss) for t in finite]
 
-        caption = f"{self._trained.run_dir}, {self._method}, {len(self._trials)} trials"
+        caption = f"{self._trained.run_dir.name}, {self._method}, {len(self._trials)} trials"
         picture = scatter_svg(
             "numbers stored, % of dense layers",
             "validation loss, nats per token",

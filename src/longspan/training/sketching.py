@@ -24,7 +24,7 @@ from longspan.nn import LowRankLinear, Report, SKLinear, sketch
 from longspan.nn.conversion import Method
 from longspan.parallel.placement import Placement
 from longspan.parallel.world import World
-from longspan.runfile import load_run, saved_run_file
+from longspan.runfile import load_run, parse_run, saved_run_file
 from longspan.training.folder import CHECKPOINTS, check_run_folder, open_run_folder
 from longspan.training.loop import evaluate
 from longspan.training.state import Scalars, load_trained, resume_key, rng_states
@@ -125,8 +125,11 @@ def convert(
             rank=ranks,
             calibration=trained.batches(calibrate) if calibrate else None,
         )
-    except ValueError as error:
+    except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise UserError(str(error)) from error
+    if report.after == report.before:
+        remarks = "; ".join(sorted({row.remark for row in report.rows}))
+        raise UserError(f"no layer would get smaller ({remarks}): change --keep or --layers")
     after = trained.loss()
     if out is not None:
         _write(trained, out, "low_rank" if method == "svd" else "sketched", terms)
@@ -150,16 +153,19 @@ def _write(trained: Trained, out: Path, linear: str, terms: int) -> None:
     run = run.model_copy(
         update={
             "model": run.model.model_copy(update=form),
+            "layout": run.layout.model_copy(update={"split_norms": False}),  # but by features
             "train": run.train.model_copy(update={"initial": ""}),
         }
     )
+    run = parse_run(run.model_dump(mode="json", exclude_none=True), world=None)  # by all rules
     newest = latest(trained.run_dir / CHECKPOINTS)
     assert newest is not None
-    samples = Scalars.model_validate(open_checkpoint(newest).state).samples
+    was = Scalars.model_validate(open_checkpoint(newest).state)
     open_run_folder(run, out, torch.device("cpu"), source)
     parts = {f"model/{name}": Part.whole(p.detach().cpu()) for name, p in model.named_parameters()}
     parts |= {f"rng/{name}": Part.whole(x) for name, x in rng_states().items()}
-    state = Scalars(samples=samples, scaler={}, trained_with=resume_key(run, source))
+    trained_with = resume_key(run, source)
+    state = Scalars(samples=was.samples, skips=was.skips, scaler={}, trained_with=trained_with)
     save(out / CHECKPOINTS, 0, parts, state.model_dump(mode="json"))
 
 
