@@ -32,7 +32,8 @@ from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any, TextIO
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 600.0
+"""Ends a hang, and nothing that is merely slow: two cores may be shared with others."""
 GRACE_S = 2.0
 """How long the other ranks may go on after one has raised."""
 
