@@ -55,6 +55,7 @@ class FactoredLinear(nn.Module):
     u1: Tensor | None
     u2: Tensor | None
     bias: nn.Parameter | None
+    cost: Cost
 
     def __init__(
         self,
@@ -78,10 +79,6 @@ class FactoredLinear(nn.Module):
         )
         self.register_buffer("u1", None)
         self.register_buffer("u2", None)
-
-    @property
-    def cost(self) -> Cost:
-        raise NotImplementedError
 
     def _draw(self, std_for: Callable[[float], float]) -> None:
         """Outputs as large as nn.Linear's, whose weights have variance 1/(3 in), its bias too."""
@@ -145,15 +142,12 @@ class LowRankLinear(FactoredLinear):
     ) -> None:
         place = {"device": device, "dtype": dtype}
         super().__init__(in_features, out_features, rank, bias, place)
+        self.cost = Cost.low_rank(in_features, out_features, rank)
         _warn_of_excess(self)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         self._draw(lambda dense: low_rank_std(dense, self.rank))
-
-    @property
-    def cost(self) -> Cost:
-        return Cost.low_rank(self.in_features, self.out_features, self.rank)
 
 
 class SKLinear(FactoredLinear):
@@ -200,6 +194,7 @@ class SKLinear(FactoredLinear):
         place = {"device": device, "dtype": dtype}
         rank, scale = num_terms * low_rank, 0.5 / num_terms / max(low_rank, 1) ** 0.5
         super().__init__(in_features, out_features, rank, bias, place, scale)
+        self.cost = Cost.sketched(in_features, out_features, rank)
         for name, value in zip(("u1", "u2"), self._signs(self.s1.device), strict=True):
             self.register_buffer(name, value, persistent=store_signs)
         _warn_of_excess(self)
@@ -207,10 +202,6 @@ class SKLinear(FactoredLinear):
 
     def reset_parameters(self) -> None:
         self._draw(lambda dense: sketched_std(dense, self.num_terms))
-
-    @property
-    def cost(self) -> Cost:
-        return Cost.sketched(self.in_features, self.out_features, self.rank)
 
     def split(self, part: int, parts: int) -> None:
         super().split(part, parts)
