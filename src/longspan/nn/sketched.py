@@ -96,10 +96,8 @@ class FactoredLinear(nn.Module):
         bias = None if self.bias is None else _own(self.bias, 0)
         if x.shape[-1] != s1.shape[0]:
             raise ValueError(f"expected x (..., {s1.shape[0]}), got {tuple(x.shape)}")
-        device = x.device.type
-        has_autocast = torch.amp.is_autocast_available(device)  # the meta device has none
-        if has_autocast and torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(device))
+        if _is_autocast(x) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         y: Tensor = _Factored.apply(  # type: ignore[no-untyped-call]
             x, s1, s2, bias, self.u1, self.u2, self.scale, group
         )
@@ -250,6 +248,11 @@ def _warn_of_excess(layer: FactoredLinear) -> None:
     if found:
         message = f"{type(layer).__name__} {layer.in_features} -> {layer.out_features} of rank "
         warnings.warn(f"{message}{layer.rank} {'; '.join(found)}", stacklevel=3)
+
+
+def _is_autocast(x: Tensor) -> bool:
+    """The meta device has no autocast; that torch could say so, torch 2.11 does not compile."""
+    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
 
 
 def _own(x: Tensor, dim: int) -> Tensor:
