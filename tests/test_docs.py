@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.cli import _parse
+from longspan.cli.arguments import parse
 from longspan.config import Section, Sketch
 from longspan.runfile import SECTIONS, load_run
 
@@ -51,7 +51,7 @@ def commands() -> list[str]:
 def test_every_command_in_the_docs_parses(command: str) -> None:
     words = shlex.split(command, comments=True)[1:]
     if "--help" not in words:
-        _parse(words)
+        parse(words)
 
 
 def test_links_between_pages_lead_somewhere() -> None:

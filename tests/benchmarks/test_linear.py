@@ -18,7 +18,7 @@ TINY = ["bench", "linear", "--tokens", "32", "--sizes"]
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longspan.cli._builtin_name", lambda: "cpu")
+    monkeypatch.setattr("longspan.cli.verbs._builtin_name", lambda: "cpu")
     monkeypatch.setattr("longspan.benchmarks.measure.WARM_UP_S", 0.0)
 
 
@@ -79,7 +79,7 @@ def test_a_layer_that_computes_something_else_is_noticed(monkeypatch: pytest.Mon
 def test_on_cuda_it_says_what_memory_a_layer_takes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longspan.cli._builtin_name", lambda: "cuda")
+    monkeypatch.setattr("longspan.cli.verbs._builtin_name", lambda: "cuda")
     file = tmp_path / "a.json"
     assert main([*TINY, "256", "--shares", "0.5", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]

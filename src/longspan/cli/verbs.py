@@ -1,0 +1,321 @@
+"""The verbs. Each is a thin call into a room; none imports torch until it must."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from longspan.errors import Diverged, UserError
+
+DONE, FAILED = 0, 1
+"""Exit codes that a verb may end with."""
+
+
+def _split_items(items: Sequence[str]) -> tuple[Path | None, list[str]]:
+    files = [item for item in items if "=" not in item]
+    if len(files) > 1:
+        raise UserError(f"expected one run file, got {', '.join(files)}")
+    return (Path(files[0]) if files else None), [item for item in items if "=" in item]
+
+
+def _builtin_name() -> str:
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def train(args: argparse.Namespace) -> None:
+    from longspan.launching.local import join_launcher
+    from longspan.parallel.world import world_of_environment
+    from longspan.runfile import load_run, new_run_dir, saved_run_file
+
+    join_launcher()
+    world = world_of_environment()
+    if args.nproc is not None and (args.nproc < 1 or world.size > 1):
+        raise UserError(
+            f"--nproc must be at least 1, got {args.nproc}"
+            if args.nproc < 1
+            else f"--nproc {args.nproc} within a world of {world.size} processes: leave it out"
+        )
+    if args.restarts < 0 or (args.restarts and (args.nproc or 1) < 2):
+        raise UserError(
+            f"--restarts is a number from 0 on and goes with --nproc of at least 2, got "
+            f"{args.restarts}; torchrun has --max-restarts"
+        )
+    file, overrides = _split_items(args.items)
+    if file is None and args.resume:
+        file = saved_run_file(args.resume)
+    run = load_run(
+        file,
+        overrides,
+        builtin="cpu" if file else _builtin_name(),
+        world=args.nproc or world.size,
+    )
+    if world.size > 1 and not (args.resume or args.run_dir):
+        raise UserError("several processes need one folder: give --run-dir or --resume")
+    run_dir = args.resume or args.run_dir or new_run_dir(Path("runs"), file)
+    if args.nproc is not None and args.nproc > 1:
+        _train_in_processes(args, run_dir)
+        return
+
+    from longspan.training import train
+
+    result = train(run, run_dir, resume=args.resume is not None, world=world)
+    if not world.is_main:
+        return
+    if args.json:
+        print(json.dumps(asdict(result)))
+        return
+    if result.sample is not None:
+        print(f"\nsample:\n{result.sample}\n")
+    if result.validation_loss is not None:
+        print(
+            f"validation loss {result.validation_loss:.4f} nats per token; "
+            f"{result.baseline} {result.baseline_loss:.4f} on the same tokens"
+        )
+    print(f"run folder: {result.run_dir}")
+
+
+def verify(args: argparse.Namespace) -> None:
+    from longspan.verify import verify
+
+    file, overrides = _split_items(args.items)
+    builtin = "cpu" if file else _builtin_name()
+    report = verify(file, overrides, builtin=builtin, nproc=args.nproc, steps=args.steps)
+    print(json.dumps(report.as_dict()) if args.json else report)
+    if not report.agrees:
+        raise SystemExit(FAILED)
+
+
+def _train_in_processes(args: argparse.Namespace, run_dir: Path) -> None:
+    import signal
+
+    from longspan.launching.local import FORWARDED, run_processes
+    from longspan.tracking import HISTORY, History, cause_of_end
+    from longspan.training.folder import check_run_folder
+
+    check_run_folder(run_dir, resume=args.resume is not None)
+    program = [sys.executable, "-m", "longspan", "train", *args.items]
+    options = ["--json"] if args.json else []
+    where, left = ["--resume" if args.resume else "--run-dir", str(run_dir)], args.restarts
+    heard: list[int] = []
+    if left:
+        for number in FORWARDED:  # between two starts as well
+            signal.signal(number, lambda number, _: heard.append(number))
+    while True:
+        command = [*program, *where, *options]
+        code = run_processes(command, args.nproc, run_dir / "logs", heard=heard)
+        if code != FAILED or left == 0 or heard or not (run_dir / "run.toml").exists():
+            break
+        cause = cause_of_end(History(run_dir / HISTORY).lines()) or ""
+        if cause.startswith(Diverged.__name__):  # and would again
+            break
+        left -= 1
+        print(f"longspan: starting again, then {left} more times", file=sys.stderr)
+        where = ["--resume", str(run_dir)]
+    if code != DONE:
+        raise SystemExit(code)
+
+
+def drill(args: argparse.Namespace) -> None:
+    from longspan.drill import drill
+
+    file, overrides = _split_items(args.items)
+    report = drill(
+        file,
+        overrides,
+        builtin="cpu" if file else _builtin_name(),
+        nproc=args.nproc,
+        faults=args.faults,
+        seed=args.seed,
+    )
+    print(json.dumps(report.as_dict()) if args.json else report)
+    if not report.is_fine:
+        raise SystemExit(FAILED)
+
+
+def generate(args: argparse.Namespace) -> None:
+    from longspan.training.generation import complete_from_run
+
+    text = complete_from_run(
+        args.run_dir,
+        args.prompt,
+        count=args.tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+    )
+    print(json.dumps({"text": text}) if args.json else text)
+
+
+def sketch(args: argparse.Namespace) -> None:
+    from longspan.training.folder import check_run_folder
+    from longspan.training.sketch_search import Search
+    from longspan.training.sketching import convert, open_trained
+
+    if not 0 < args.keep <= 1:
+        raise UserError(f"--keep is a share above 0 and at most 1, got {args.keep}")
+    for name in ("terms", "calibrate", "swaps"):
+        least = int(name == "terms")
+        if getattr(args, name) < least:
+            raise UserError(f"--{name} is a number from {least} on, got {getattr(args, name)}")
+    if args.method == "svd" and args.terms > 1:
+        raise UserError("--terms goes with --method least_squares or sketch; svd has one")
+    if args.method == "sketch" and args.calibrate:
+        raise UserError("--calibrate goes with --method svd or least_squares; sketch fits nothing")
+    how = {"method": args.method, "layers": args.layers, "terms": args.terms}
+    how["calibrate"] = args.calibrate
+    if args.out is not None:
+        check_run_folder(args.out, resume=False)
+    trained, found = open_trained(args.run_dir), None
+    if args.search:
+        found = Search(trained, args.run_dir / f"sketch-{args.method}", **how).run(
+            args.keep, args.swaps
+        )
+    ranks = found.ranks if found else None
+    result = convert(trained, args.out, keep=args.keep, ranks=ranks, **how)
+    if args.json:
+        search = {"search": found.as_dict()} if found else {}
+        print(json.dumps({**result.as_dict(), **search}))
+        return
+    print("\n".join(str(part) for part in (found, result) if part))
+
+
+def data_build(args: argparse.Namespace) -> None:
+    from longspan.data.build import build
+
+    build(
+        args.inputs,
+        args.out,
+        tokenizer=args.tokenizer,
+        field_name=args.field,
+        validation=args.validation,
+    )
+    args.folder = args.out
+    data_info(args)
+
+
+def data_info(args: argparse.Namespace) -> None:
+    from longspan.data.shards import inspect_folder
+
+    info = inspect_folder(args.folder)
+    if args.json:
+        print(json.dumps(info))
+        return
+    print(f"{args.folder}: tokenizer {info['tokenizer']}, {info['vocab']:,} tokens of vocabulary")
+    for name, split in info["splits"].items():
+        print(
+            f"  {name:<10}  {split['tokens']:>14,} tokens  {split['documents']:>10,} documents  "
+            f"longest {split['longest']:,}  {split['shards']} shard(s), SHA-256 right"
+        )
+
+
+def bench_attention(args: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from longspan.benchmarks.attention import CPU, GPU, bench_attention
+
+    given = {
+        "heads": args.heads,
+        "head_dim": args.head_dim,
+        "lengths": args.lengths and tuple(sorted(args.lengths)),
+        "segment_lengths": args.segments and tuple(args.segments),
+        "dilation_rates": args.rates and tuple(args.rates),
+    }
+    setting = GPU if _builtin_name() == "cuda" else CPU
+    setting = replace(setting, **{name: x for name, x in given.items() if x is not None})
+    bench_attention(setting, args.json, args.plot)
+
+
+def bench_exchange(args: argparse.Namespace) -> None:
+    from longspan.benchmarks.exchange import bench_exchange
+
+    bench_exchange(args.ranks, args.json)
+
+
+def bench_linear(args: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from longspan.benchmarks.linear import CPU, GPU, bench_linear
+
+    given = {
+        "sizes": args.sizes and tuple(sorted(args.sizes)),
+        "tokens": args.tokens,
+        "shares": args.shares and tuple(args.shares),
+        "compiled": args.compile,
+    }
+    setting = GPU if _builtin_name() == "cuda" else CPU
+    setting = replace(setting, **{name: x for name, x in given.items() if x is not None})
+    bench_linear(setting, args.json)
+
+
+def export(args: argparse.Namespace) -> None:
+    from longspan.training.huggingface import export
+
+    print(export(args.run_dir, args.out, step=args.step))
+
+
+def checkpoint_list(args: argparse.Namespace) -> None:
+    from longspan.checkpoint.listing import listed
+
+    found = listed(args.run_dir / "checkpoints", checked=args.checked)
+    if args.json:
+        print(json.dumps([asdict(entry) for entry in found]))
+    for entry in [] if args.json else found:
+        fine = "whole" if args.checked else ""
+        size = f"{entry.bytes / 2**20:,.1f} MiB"
+        print(f"{entry.name:<22}{size:>14}  {entry.ranks} ranks  {entry.problem or fine}".rstrip())
+    bad = [e for e in found if e.problem is not None and not e.name.startswith("bad-")]
+    if args.checked and bad:
+        raise SystemExit(FAILED)
+
+
+def checkpoint_rm(args: argparse.Namespace) -> None:
+    from longspan.checkpoint.listing import remove_steps
+
+    remove_steps(args.run_dir / "checkpoints", args.steps)
+
+
+def config_show(args: argparse.Namespace) -> None:
+    from longspan.config import derived_values
+    from longspan.runfile import dump_run, load_run
+
+    if args.nproc < 1:
+        raise UserError(f"--nproc must be at least 1, got {args.nproc}")
+    file, overrides = _split_items(args.items)
+    if args.deepspeed:
+        overrides.append("engine.name=deepspeed")  # with what that cannot do refused
+    if args.accelerate:
+        overrides.append("engine.name=accelerate")
+    run = load_run(file, overrides, builtin="cpu" if file else _builtin_name(), world=args.nproc)
+    if args.deepspeed or args.accelerate:
+        import yaml
+
+        from longspan.engines.settings import accelerate_settings, deepspeed_settings
+        from longspan.training.device import choose_device, resolve
+
+        settled = resolve(run, choose_device(run))
+        if args.deepspeed:
+            print(json.dumps(deepspeed_settings(settled, args.nproc), indent=1))
+        else:
+            print(yaml.safe_dump(accelerate_settings(settled, args.nproc)), end="")
+        return
+    from longspan.models import count_parameters
+
+    derived = {"parameters": f"{count_parameters(run.model):,}", **derived_values(run, args.nproc)}
+    if args.json:
+        print(json.dumps({"run": run.model_dump(mode="json"), "derived": derived}))
+        return
+    print(dump_run(run))
+    for name, value in derived.items():
+        print(f"# {name}: {value}")
+
+
+def config_schema(args: argparse.Namespace) -> None:
+    from longspan.config import Run
+
+    print(json.dumps(Run.model_json_schema(), indent=1))
