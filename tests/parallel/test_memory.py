@@ -16,6 +16,7 @@ from longspan.models import count_parameters
 from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.runfile import load_run
+from longspan.training.device import autocast
 from longspan.training.guard import Guard
 from longspan.training.loop import train_step
 from longspan.training.state import State
@@ -93,3 +94,40 @@ def test_bytes_per_parameter(ranks: Ranks, kind: str, d: int) -> None:
     own = 4.0 if kind == "replicate" else 4 / d
     for found in ranks.run(bytes_in_a_step, d, layout):
         assert found == pytest.approx((own, expected), rel=0.05)
+
+
+def kept_weights(rank: int, world: int, zero: int) -> int:
+    """Bytes of weights that wait for the backward pass as a forward pass in 16 bits ends."""
+    options = [f"layout.zero={zero}", "train.precision=bf16", "train.remat=none"]
+    run, device = run_of(world, options), torch.device("cpu")
+    source = open_source(run.data, run.model)
+    with placement(run.layout, World(rank, world, rank), device) as placed:
+        engine = Native(run, placed, device, lambda: autocast(run))
+        state = State(engine, placed, Guard(0.0, device))
+        smallest = min(p.numel() for p in engine.model.blocks.parameters() if p.dim() > 1)
+        kept: dict[int, torch.UntypedStorage] = {}
+        found = []
+
+        def keep(x: Tensor) -> Tensor:
+            if x.numel() >= smallest:  # no activation of 8 tokens is so large
+                storage = x.untyped_storage()
+                kept[storage._cdata] = storage
+            return x
+
+        def measure(*_: object) -> None:
+            found.append(sum(x.nbytes() for x in kept.values()))
+
+        handle = engine.model.norm.register_forward_pre_hook(measure)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            train_step(state, placed, run, source, device)
+        handle.remove()
+    return found[0]
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_in_16_bits_stage_3_keeps_no_weights(ranks: Ranks, zero: int) -> None:
+    """Autocast would keep a copy of each for the backward pass, beside those that are sharded."""
+    run = run_of(2, [])
+    matrices = sum(i * o for i, o in run.model.linear_sizes.values())
+    expected = 0 if zero == 3 else 2 * LAYERS * matrices
+    assert ranks.run(kept_weights, 2, zero) == [expected] * 2

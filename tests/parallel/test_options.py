@@ -69,3 +69,17 @@ def scaled_step(rank: int, world: int) -> tuple[float, float]:
 
 def test_no_rank_takes_a_step_that_another_cannot(ranks: Ranks) -> None:
     assert ranks.run(scaled_step, 2) == [(1.0, 0.5)] * 2
+
+
+SIXTEEN_BITS = ["train.precision=bf16", "model.sub_layer_norm=true"]
+
+
+@pytest.mark.parametrize("option", ["layout.zero=1", "layout.zero=3", "model.linear=sketched"])
+def test_weights_gathered_in_16_bits_compute_what_autocast_does(
+    ranks: Ranks, tmp_path: Path, option: str
+) -> None:
+    of_model = [option] if option.startswith("model.") else []
+    train(run_of(1, *SIXTEEN_BITS, *of_model), tmp_path / "alone")
+    ranks.run(train_rank, 2, [*SIXTEEN_BITS, option], str(tmp_path / "run"), False)
+    losses, expected = losses_of(tmp_path / "run"), losses_of(tmp_path / "alone")
+    torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)

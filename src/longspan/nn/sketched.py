@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from longspan.costs import Cost
 from longspan.nn.collectives import summed
+from longspan.nn.precision import autocast_dtype
 
 
 def flops_of(module: nn.Module) -> tuple[int, int]:
@@ -96,8 +97,7 @@ class FactoredLinear(nn.Module):
         bias = None if self.bias is None else _own(self.bias, 0)
         if x.shape[-1] != s1.shape[0]:
             raise ValueError(f"expected x (..., {s1.shape[0]}), got {tuple(x.shape)}")
-        if _is_autocast(x) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = x.to(autocast_dtype(x) or x.dtype)
         y: Tensor = _Factored.apply(  # type: ignore[no-untyped-call]
             x, s1, s2, bias, self.u1, self.u2, self.scale, group
         )
@@ -106,8 +106,8 @@ class FactoredLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The (out, in) weight of the nn.Linear that computes the same, with its gradient."""
-        a, b = _factors(self.s1, self.s2, self.u1, self.u2, self.scale, self.s1.dtype)
-        return (a @ b).T
+        a, b = _factors(self.s1, self.s2, self.u1, self.u2, self.s1.dtype)
+        return (a @ b).T * self.scale
 
     def split(self, part: int, parts: int) -> None:
         """Keep, of what is not trained, one of `parts` parts of the features."""
@@ -250,11 +250,6 @@ def _warn_of_excess(layer: FactoredLinear) -> None:
         warnings.warn(f"{message}{layer.rank} {'; '.join(found)}", stacklevel=3)
 
 
-def _is_autocast(x: Tensor) -> bool:
-    """The meta device has no autocast; that torch could say so, torch 2.11 does not compile."""
-    return not x.is_meta and torch.is_autocast_enabled(x.device.type)
-
-
 def _own(x: Tensor, dim: int) -> Tensor:
     """This rank's part of a factor."""
     if not isinstance(x, DTensor):
@@ -308,30 +303,28 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _factors(
-    s1: Tensor,
-    s2: Tensor,
-    u1: Tensor | None,
-    u2: Tensor | None,
-    scale: float,
-    dtype: torch.dtype,
+    s1: Tensor, s2: Tensor, u1: Tensor | None, u2: Tensor | None, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """[c S1 | U2] (in, 2R) and [U1 ; c S2] (2R, out), where signs are ±1 and c = `scale`.
-
-    Signs are exact in any precision, and trained numbers are rounded once.
-    """
+    """[S1 | U2] (in, 2R) and [U1 ; S2] (2R, out), where signs are ±1: exact in any precision."""
     if u1 is None or u2 is None:
         return s1.to(dtype), s2.to(dtype)
-    a = torch.cat([(s1 * scale).to(dtype), u2.to(dtype)], dim=1)
-    b = torch.cat([u1.to(dtype), (s2 * scale).to(dtype)])
-    return a, b
+    return torch.cat([s1.to(dtype), u2.to(dtype)], dim=1), torch.cat([u1.to(dtype), s2.to(dtype)])
+
+
+def _scaled(scale: float, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+    """scale · a b + bias; 16 bits may not hold the product before it is scaled, the sum does."""
+    if bias is not None:
+        return torch.addmm(bias, a, b, alpha=scale)
+    if scale == 1:
+        return a @ b
+    return torch.addmm(a.new_empty(b.shape[1]), a, b, beta=0, alpha=scale)
 
 
 class _Factored(torch.autograd.Function):
-    """x to x A B + b, without gradients of the fixed parts of A and B.
+    """x to c x A B + b, without gradients of the fixed parts of A and B; c is the scale.
 
     A and B are put together again for the backward pass instead of kept: of a sharded layer the
-    whole factors would else stay from forward to backward. The scale is applied before a product,
-    as 16 bits may not hold what it has not made smaller yet.
+    whole factors would else stay from forward to backward.
     """
 
     @staticmethod
@@ -346,13 +339,13 @@ class _Factored(torch.autograd.Function):
         scale: float,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        a, b = _factors(s1, s2, u1, u2, scale, x.dtype)
+        a, b = _factors(s1, s2, u1, u2, x.dtype)
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         h = rows @ a
         if group is not None:
             h = summed(h, group)
-        y = h @ b if bias is None else torch.addmm(bias.to(x.dtype), h, b)
-        h2 = h if u1 is None else h[:, -s2.shape[0] :] * scale  # not h: half is not needed again
+        y = _scaled(scale, h, b, None if bias is None else bias.to(x.dtype))
+        h2 = h if u1 is None else h[:, -s2.shape[0] :].contiguous()  # half is not needed again
         ctx.save_for_backward(rows, h2, s1, s2, u1, u2)
         ctx.scale, ctx.group, ctx.shape = scale, group, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -363,7 +356,7 @@ class _Factored(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, h2, s1, s2, u1, u2 = ctx.saved_tensors
         wants_x, wants_s1, wants_s2, wants_bias = ctx.needs_input_grad[:4]
-        a, b = _factors(s1, s2, u1, u2, ctx.scale, rows.dtype)
+        a, b = _factors(s1, s2, u1, u2, rows.dtype)
         dy = grad.reshape(-1, grad.shape[-1])
         dx = ds1 = ds2 = dbias = None
         if wants_x or wants_s1:
@@ -371,12 +364,11 @@ class _Factored(torch.autograd.Function):
             if ctx.group is not None:
                 g = summed(g, ctx.group)
             if wants_x:
-                dx = (g @ a.T).view(ctx.shape)
+                dx = _scaled(ctx.scale, g, a.T).view(ctx.shape)
             if wants_s1:
-                g1 = g if u1 is None else g[:, : s1.shape[1]] * ctx.scale
-                ds1 = (rows.T @ g1).to(s1.dtype)
+                ds1 = _scaled(ctx.scale, rows.T, g[:, : s1.shape[1]]).to(s1.dtype)
         if wants_s2:
-            ds2 = (h2.T @ dy).to(s2.dtype)
+            ds2 = _scaled(ctx.scale, h2.T, dy).to(s2.dtype)
         if wants_bias:
             dbias = dy.sum(0).to(ctx.bias_dtype)
         return dx, ds1, ds2, dbias, None, None, None, None

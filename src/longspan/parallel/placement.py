@@ -23,7 +23,7 @@ average them; the loss is multiplied by the number of ranks beforehand.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from functools import partial
@@ -37,6 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
+    MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
     register_fsdp_forward_method,
@@ -59,6 +60,9 @@ from longspan.parallel.world import World
 
 MESH_AXES = ("pipeline", "replicate", "shard", "tensor")
 """From the ranks that talk least to those that talk most, which are neighbours."""
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+"""Of `train.precision`."""
 
 WRAPPER = "_checkpoint_wrapped_module."
 """What torch's checkpoint wrapper puts into the names of parameters."""
@@ -94,6 +98,16 @@ class Placement:
         """Ranks over which DDP and FSDP take the mean of gradients."""
         return self.data_ranks * self.ranks["sequence"]
 
+    @property
+    def replicates_only(self) -> bool:
+        """Whether every rank holds the whole model."""
+        return self.ranks["replicate"] == self.world.size
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether FSDP2 holds the parameters."""
+        return self.averaged_ranks > 1 and not self.replicates_only
+
     def own(self, indices: Sequence[int]) -> Sequence[int]:
         """This rank's share of a step's samples."""
         if self._mesh is None:
@@ -117,29 +131,7 @@ class Placement:
         `device` and initialised. `around`: the context of a forward pass, where stages of a
         pipeline must enter it themselves.
         """
-        parts: list[nn.Module] = [model]
-        module: nn.Module = model
-        if self._mesh is not None and self.ranks["pipeline"] > 1:
-            self._has_tied_copy = model.head is None
-            keep_own_layers(model, run, self._mesh["pipeline"])
-        if self._sequence is not None:
-            shards = shards_of(run, self.ranks["sequence"], self.ranks["tensor"])
-            split_by_sequence(model, self._sequence, shards)
-            self._positions = model.positions
-        if self._mesh is not None and self.ranks["tensor"] > 1:
-            split_by_tensor(model, self._mesh["tensor"], stream_of(run))
-        for index, block in enumerate(model.blocks):
-            travels = self._sequence is not None
-            if run.train.compile is True:
-                block.compile(fullgraph=not travels)
-            model.blocks[index] = rematerialised(block, run.train, travels=travels)
-        if self._mesh is not None and self.ranks["pipeline"] > 1:
-            module = pipelined = Pipelined(model, run, self._mesh["pipeline"], around)
-            parts = list(pipelined.stages)
-        replicates_only = self.ranks["replicate"] == self.world.size
-        if self._mesh is not None and self.averaged_ranks > 1 and not replicates_only:
-            for part in parts:
-                self._shard(part, self._mesh, offload=run.layout.offload)
+        module, parts = self.arrange(model, run, around)
         for part in parts:
             allocate(part, torch.device("cpu") if run.layout.offload else device)
             for layer in part.modules():
@@ -161,7 +153,7 @@ class Placement:
                 feature_parts=split_into if stream == "features" else 1,
                 device=device,
             )
-        if self._mesh is not None and replicates_only:
+        if self._mesh is not None and self.replicates_only:
             on = [self.world.local_rank] if device.type == "cuda" else None
             copy = DistributedDataParallel(
                 model,
@@ -174,14 +166,56 @@ class Placement:
             return copy
         return module
 
-    def _shard(self, part: nn.Module, mesh: DeviceMesh, *, offload: bool) -> None:
+    def arrange(
+        self, model: Decoder, run: Run, around: Around = nullcontext
+    ) -> tuple[nn.Module, list[nn.Module]]:
+        """Take away from `model` what other ranks hold and split the rest, on the meta device.
+
+        Returns what to call in a training step, and the parts that are sharded one by one.
+        """
+        parts: list[nn.Module] = [model]
+        module: nn.Module = model
+        if self._mesh is not None and self.ranks["pipeline"] > 1:
+            self._has_tied_copy = model.head is None
+            keep_own_layers(model, run, self._mesh["pipeline"])
+        if self._sequence is not None:
+            shards = shards_of(run, self.ranks["sequence"], self.ranks["tensor"])
+            split_by_sequence(model, self._sequence, shards)
+            self._positions = model.positions
+        if self._mesh is not None and self.ranks["tensor"] > 1:
+            split_by_tensor(model, self._mesh["tensor"], stream_of(run))
+        for index, block in enumerate(model.blocks):
+            travels = self._sequence is not None
+            if run.train.compile is True:
+                block.compile(fullgraph=not travels)
+            model.blocks[index] = rematerialised(block, run.train, travels=travels)
+        if self._mesh is not None and self.ranks["pipeline"] > 1:
+            module = pipelined = Pipelined(model, run, self._mesh["pipeline"], around)
+            parts = list(pipelined.stages)
+        if self.is_sharded:
+            assert self._mesh is not None
+            for part in parts:
+                self._shard(part, self._mesh, run)
+        return module, parts
+
+    def _shard(self, part: nn.Module, mesh: DeviceMesh, run: Run) -> None:
+        """Blocks are gathered in the run's precision, which is what they compute in: autocast would
+        keep a 16-bit copy of each weight for the backward pass, of blocks that are gone by then.
+        """
         hybrid = self.ranks["replicate"] > 1
         within = mesh["replicate", "shard"] if hybrid else mesh["shard"]
-        policy = CPUOffloadPolicy(mesh.device_type == "cuda") if offload else OffloadPolicy()
-        shard = partial(fully_shard, mesh=within, offload_policy=policy)
+        on_gpu = mesh.device_type == "cuda"
+        offload = CPUOffloadPolicy(on_gpu) if run.layout.offload else OffloadPolicy()
+        shard = partial(fully_shard, mesh=within, offload_policy=offload)
+        precision = MixedPrecisionPolicy(
+            param_dtype=DTYPES.get(run.train.precision),
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,  # the residual stream is float32
+        )
+        reshards = self.zero == 3 and within.size(-1) > 1
         assert isinstance(part.blocks, nn.ModuleList)
         for block in part.blocks:
-            shard(block, reshard_after_forward=self.zero == 3 and within.size(-1) > 1)
+            shard(block, reshard_after_forward=reshards, mp_policy=precision)
         shard(part)  # the embedding is needed to the end: for the head
         if isinstance(part, Decoder):
             register_fsdp_forward_method(part, "next_logits")
@@ -333,6 +367,13 @@ def like(whole: Tensor, placed: Tensor) -> Tensor:
     return there.to(placed.device)
 
 
+def parameter_mesh(ranks: Mapping[str, int], device: torch.device) -> DeviceMesh:
+    """The mesh on which parameters lie, whose `shard` axis has the ranks of a sequence too."""
+    shared = {**ranks, "shard": ranks["shard"] * ranks["sequence"]}
+    sizes = tuple(shared[name] for name in MESH_AXES)
+    return init_device_mesh(device.type, sizes, mesh_dim_names=MESH_AXES)
+
+
 @contextmanager
 def placement(
     layout: Layout, world: World, device: torch.device, hang_s: float = 600.0
@@ -350,9 +391,7 @@ def placement(
         record_collectives()
         dist.init_process_group(backend, timeout=timedelta(seconds=hang_s + 60))
     ranks = layout.resolve(world.size)
-    shared = {**ranks, "shard": ranks["shard"] * ranks["sequence"]}
-    sizes = tuple(shared[name] for name in MESH_AXES)
-    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=MESH_AXES)
+    mesh = parameter_mesh(ranks, device)
     sequence = None
     if ranks["sequence"] > 1:
         inner = ranks["sequence"], ranks["tensor"]

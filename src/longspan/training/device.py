@@ -10,8 +10,7 @@ import torch
 
 from longspan.config import Run
 from longspan.errors import UserError
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+from longspan.parallel.placement import DTYPES
 
 
 def choose_device(run: Run, local_rank: int = 0) -> torch.device:
