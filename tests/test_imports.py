@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "parallel": {"models", "nn", "attention", "config"},
     "engines": {"parallel", "models", "nn", "attention", "data", "checkpoint", "config"},
     "launching": set(),
+    "planning": {"config", "models", "nn", "parallel"},
     "checkpoint": set(),
     "tracking": {"config"},
     "training": {
@@ -46,6 +47,7 @@ MAY_IMPORT = {
         "engines",
         "launching",
         "parallel",
+        "planning",
         "training",
         "models",
         "data",

@@ -219,13 +219,17 @@ class Layout(Section):
     def ranks(self) -> dict[str, int]:
         return {axis: getattr(self, axis) for axis in AXES}
 
+    @property
+    def fewest(self) -> int:
+        """Processes that it takes at least: the product of the axes that are given."""
+        return math.prod(n for n in self.ranks().values() if n > 0)
+
     def resolve(self, world: int) -> dict[str, int]:
         """Ranks per axis for `world` processes, with -1 filled in."""
         ranks = self.ranks()
         if problems := layout_problems(ranks, world):
             raise ValueError("; ".join(problems))
-        fixed = math.prod(n for n in ranks.values() if n > 0)
-        found = {axis: world // fixed if n == -1 else n for axis, n in ranks.items()}
+        found = {axis: world // self.fewest if n == -1 else n for axis, n in ranks.items()}
         if self.zero == 0:
             found |= {"replicate": found["replicate"] * found["shard"], "shard": 1}
         return found

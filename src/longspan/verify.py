@@ -7,7 +7,6 @@ rounding of sums taken in another order.
 from __future__ import annotations
 
 import json
-import math
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -79,8 +78,8 @@ def verify(
     """Train `steps` steps of the run in one process and in its layout, and compare."""
     if steps < 1:
         raise UserError(f"--steps must be at least 1, got {steps}")
-    ranks = load_run(file, overrides, builtin=builtin, world=None).layout.ranks()
-    world = nproc if nproc is not None else math.prod(n for n in ranks.values() if n > 0)
+    given = load_run(file, overrides, builtin=builtin, world=None)
+    world = nproc if nproc is not None else given.layout.fewest
     if world < 2:
         raise UserError(
             "the layout is one process, and there is nothing to compare: set an axis, "
@@ -97,14 +96,14 @@ def verify(
         # With 1e-8 Adam makes a whole step of the rounding of a gradient that is nearly zero.
         "train.eps=1e-6",
     ]
-    if load_run(file, overrides, builtin=builtin, world=None).train.schedule == "wsd":
+    if given.train.schedule == "wsd":
         fixed.append("train.schedule=constant")  # its decay is longer than these steps
     run = load_run(file, [*overrides, *fixed], builtin=builtin, world=world)
     with tempfile.TemporaryDirectory(prefix="longspan-verify-") as folder:
         alone, laid_out = Path(folder) / "alone", Path(folder) / "layout"
-        given = [str(file)] if file else []
+        files = [str(file)] if file else []
         for where, count, extra in ((alone, 1, ONE_PROCESS), (laid_out, world, [])):
-            items = [*given, *overrides, *fixed, *extra]
+            items = [*files, *overrides, *fixed, *extra]
             command = [sys.executable, "-m", "longspan", "train", *items, "--run-dir", str(where)]
             code = run_processes(command, count, where / "logs", quiet=True)
             if code != 0:

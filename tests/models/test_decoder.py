@@ -7,9 +7,10 @@ import math
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
+from torch.utils.flop_counter import FlopCounterMode
 
 from longspan.config import Model
-from longspan.models import build_decoder, count_parameters, new_decoder
+from longspan.models import build_decoder, count_parameters, flops_per_sample, new_decoder
 from longspan.models.decoder import Decoder
 from longspan.nn import report
 from longspan.runfile import load_run, parse_run
@@ -158,3 +159,15 @@ def test_sketched_layers_begin_as_large_as_dense_ones() -> None:
                 layers = (m.get_submodule(f"blocks.0.{name}") for m in (model, dense))
                 ours, plain = (float(x.weight.std()) for x in layers)  # type: ignore[operator]
                 assert abs(ours / plain - 1) < 0.05, (linear, name)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_flops_are_those_that_torch_counts(tied: bool) -> None:
+    """Of matrices, forward; of attention on a CPU it counts nothing."""
+    run = load_run(None, [*TINY, f"model.tied={str(tied).lower()}"])
+    model = build_decoder(run, torch.device("cpu"))
+    tokens = torch.zeros(1, run.data.context, dtype=torch.int64)
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model.hidden(tokens) @ model.head_weight.T
+    matrices, _ = flops_per_sample(run)
+    assert counter.get_total_flops() == matrices / 3

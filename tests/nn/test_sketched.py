@@ -15,8 +15,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
 
+from longspan.costs import Cost
 from longspan.nn import LowRankLinear, SKLinear
-from longspan.nn.sketched import FactoredLinear, flops_of, signs
+from longspan.nn.sketched import FactoredLinear, signs
 from longspan.parallel.tensor import ByFeatures
 from tests.collectives import Collectives
 from tests.harness import Ranks
@@ -262,14 +263,16 @@ def test_a_layer_larger_than_a_dense_one_says_so() -> None:
 def test_flops_are_counted_by_torch_as_we_say() -> None:
     from torch.utils.flop_counter import FlopCounterMode
 
-    model = nn.Sequential(SKLinear(24, 16, 2, 3), LowRankLinear(16, 12, 3), nn.Linear(12, 8))
+    layers = [SKLinear(24, 16, 2, 3), LowRankLinear(16, 12, 3)]
+    model, dense = nn.Sequential(*layers, nn.Linear(12, 8)), Cost.dense(12, 8)
     x = torch.randn(5, 24, requires_grad=True)
     with FlopCounterMode(display=False) as forward:
         y = model(x)
     with FlopCounterMode(display=False) as backward:
         y.sum().backward()
     counted = forward.get_total_flops() / 5, backward.get_total_flops() / 5
-    assert flops_of(model) == counted
+    cost = layers[0].cost + layers[1].cost + dense
+    assert (cost.forward, cost.backward) == counted
 
 
 def split_over_ranks(rank: int, world: int, kind: str) -> dict[str, Any]:

@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not leave_word(str(error)):
             print(f"longspan: {error}", file=sys.stderr)
         return FAILED
+    except BrokenPipeError:  # whoever read the output has had enough, and so has the interpreter
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except KeyboardInterrupt:
         print("longspan: interrupted; nothing more was saved", file=sys.stderr)
         return FAILED

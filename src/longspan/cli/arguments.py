@@ -58,6 +58,16 @@ def _parser() -> argparse.ArgumentParser:
     )
     train.set_defaults(verb=verbs.train)
 
+    plan = kinds.add_parser("plan", help="say what a run takes, before it runs")
+    _add_run_arguments(plan)
+    plan.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="on N GPUs; unless given, on as many devices of this machine's kind as the layout has",
+    )
+    plan.set_defaults(verb=verbs.plan)
+
     verify = kinds.add_parser(
         "verify", help="show that a layout computes what one process does, on your run file"
     )

@@ -80,6 +80,25 @@ def train(args: argparse.Namespace) -> None:
     print(f"run folder: {result.run_dir}")
 
 
+def plan(args: argparse.Namespace) -> None:
+    from longspan.planning import plan
+    from longspan.runfile import load_run
+    from longspan.training.device import choose_device, resolve
+
+    if args.gpus is not None and args.gpus < 1:
+        raise UserError(f"--gpus must be at least 1, got {args.gpus}")
+    file, overrides = _split_items(args.items)
+    for_gpus = args.gpus is not None
+    builtin = "cpu" if file else "cuda" if for_gpus else _builtin_name()
+    given = load_run(file, overrides, builtin=builtin, world=None)
+    if for_gpus and given.train.precision == "auto":
+        overrides.append("train.precision=bf16")
+    gpus = args.gpus if for_gpus else given.layout.fewest
+    run = load_run(file, overrides, builtin=builtin, world=gpus)
+    found = plan(run if for_gpus else resolve(run, choose_device(run)), gpus)
+    print(json.dumps(found.as_dict()) if args.json else found)
+
+
 def verify(args: argparse.Namespace) -> None:
     from longspan.verify import verify
 

@@ -1,4 +1,4 @@
-"""The decoder."""
+"""The decoder, and what it computes."""
 
 from longspan.models.decoder import (
     Decoder,
@@ -7,5 +7,13 @@ from longspan.models.decoder import (
     create_model,
     new_decoder,
 )
+from longspan.models.flops import flops_per_sample
 
-__all__ = ["Decoder", "build_decoder", "count_parameters", "create_model", "new_decoder"]
+__all__ = [
+    "Decoder",
+    "build_decoder",
+    "count_parameters",
+    "create_model",
+    "flops_per_sample",
+    "new_decoder",
+]

@@ -37,19 +37,6 @@ from longspan.nn.collectives import summed
 from longspan.nn.precision import autocast_dtype
 
 
-def flops_of(module: nn.Module) -> tuple[int, int]:
-    """FLOPs per token, forward and backward, of all matrices within."""
-    forward = backward = 0
-    for each in module.modules():
-        if isinstance(each, FactoredLinear):
-            cost = each.cost
-        else:
-            own = each.parameters(recurse=False)
-            cost = Cost.dense(sum(p.numel() for p in own if p.dim() > 1), 1)
-        forward, backward = forward + cost.forward, backward + cost.backward
-    return forward, backward
-
-
 class FactoredLinear(nn.Module):
     """What the two forms share: trained factors s1 (in, R) and s2 (R, out), and how they apply."""
 
@@ -83,6 +70,8 @@ class FactoredLinear(nn.Module):
 
     def _draw(self, std_for: Callable[[float], float]) -> None:
         """Outputs as large as nn.Linear's, whose weights have variance 1/(3 in), its bias too."""
+        if self.s1.is_meta:  # where drawing nothing takes torch long
+            return
         with torch.no_grad():
             for s in (self.s1, self.s2):
                 s.normal_(std=std_for(1 / math.sqrt(3 * self.in_features)))

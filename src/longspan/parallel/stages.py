@@ -7,8 +7,6 @@ from typing import Literal, NamedTuple
 
 from longspan.attention import pattern_of
 from longspan.config import Layout, Run
-from longspan.models import new_decoder
-from longspan.nn.sketched import flops_of
 
 
 def stages_of(layout: Layout, ranks: int) -> list[list[int]]:
@@ -26,7 +24,7 @@ def stage_costs(run: Run) -> tuple[float, float, float]:
     `model.sketch.ranks` can make them, it is the mean of theirs.
     """
     model, context = run.model, run.data.context
-    block = flops_of(new_decoder(run).blocks)[0] / model.layers
+    block = model.linear_costs()[1].forward / model.layers
     attention = pattern_of(run.attention).flops(
         context, model.heads, model.head_dim, is_causal=True
     )

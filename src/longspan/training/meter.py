@@ -12,30 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention import pattern_of
 from longspan.config import Run
 from longspan.hardware import peak_flops
-from longspan.models import new_decoder
-from longspan.nn.sketched import flops_of
+from longspan.models import flops_per_sample
 from longspan.training.device import peak_memory
 from longspan.training.state import State
-
-
-def flops_per_sample(run: Run) -> float:
-    """Forward and backward FLOPs of one sequence: 6 per matrix weight and token, and attention.
-
-    As is usual for MFU, backward counts as twice forward: what a kernel computes again is no work
-    of the model. An embedding that is not also the head is looked up, not multiplied by. Fixed
-    factors of sketched layers are multiplied by, and get no gradient.
-    """
-    model = new_decoder(run)
-    matrices = float(sum(flops_of(model)))
-    if model.head is not None:
-        matrices -= sum(flops_of(model.embedding))
-    attention = pattern_of(run.attention).flops(
-        run.data.context, run.model.heads, run.model.head_dim, is_causal=True
-    )
-    return matrices * run.data.context + 3.0 * run.model.layers * attention
 
 
 class Meter:
@@ -43,7 +24,7 @@ class Meter:
 
     def __init__(self, run: Run, device: torch.device, step: int, world: int = 1) -> None:
         self._run, self._device = run, device
-        self._flops = flops_per_sample(run)
+        self._flops = sum(flops_per_sample(run))
         self._peak = None  # of 16-bit products, so it says nothing of a float32 run
         if device.type == "cuda" and run.train.precision != "fp32":
             one = peak_flops(torch.cuda.get_device_name(device))
