@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from longspan.nn import LowRankLinear, SKLinear, report, sketch, to_dense
 from longspan.nn.fitting import fit_low_rank, fit_sketched, random_sketch
-from longspan.nn.sketched import FactoredLinear, seed_of
+from longspan.nn.sketched import FactoredLinear, packed, seed_of
 
 METHODS = ["svd", "least_squares", "sketch"]
 
@@ -89,10 +89,10 @@ def test_the_sketched_fit_is_the_least_squares_solution(
 ) -> None:
     weight = torch.randn(5, 7)  # ranks from 6 on reach all of W
     layer = terms(7, 5, num_terms, rank, seed=3)
-    assert layer.u1 is not None
-    assert layer.u2 is not None
     if dependent:
-        layer.u1[1], layer.u2[:, 1] = -layer.u1[0], layer.u2[:, 0]
+        u1, u2 = layer.u1, layer.u2
+        u1[1], u2[:, 1] = -u1[0], u2[:, 0]
+        layer.bits1, layer.bits2 = packed(u1), packed(u2)
     moment, z = (None, torch.eye(7)) if rows is None else inputs_of(rows, 7)
     fit_sketched(weight, layer, moment)
 

@@ -29,8 +29,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:SKLinear .* computes")  # so sma
 def by_the_formula(x: Tensor, layer: SKLinear) -> Tensor:
     """1/(2l) Σ (x S1 U1 + x U2 S2) + b, term by term, in float64."""
     k, count = layer.low_rank, layer.num_terms
-    assert layer.u1 is not None
-    assert layer.u2 is not None
     y = torch.zeros(*x.shape[:-1], layer.out_features, dtype=torch.float64)
     for i in range(count):
         own = slice(i * k, (i + 1) * k)
@@ -146,9 +144,9 @@ def test_a_state_dict_holds_the_seed_and_no_signs() -> None:
     with pytest.raises(ValueError, match="expected the state of 3 terms, got 2"):
         SKLinear(24, 16, 3, 2).load_state_dict(saved)
     asked = SKLinear(24, 16, 2, 3, seed=11, store_signs=True)
-    assert torch.equal(asked.state_dict()["u1"], layer.u1)
-    assert asked.u1 is not None
-    asked.load_state_dict({**asked.state_dict(), "u1": -asked.u1})
+    assert torch.equal(asked.state_dict()["bits1"], layer.bits1)
+    assert asked.bits1 is not None
+    asked.load_state_dict({**asked.state_dict(), "bits1": ~asked.bits1})
     assert torch.equal(asked.double().u1, -layer.u1)  # those that were stored
 
 
@@ -163,10 +161,10 @@ def test_its_weight_is_that_of_the_dense_layer_with_its_gradient() -> None:
 
 def test_signs_survive_what_is_done_to_modules() -> None:
     layer = SKLinear(24, 16, 2, 3, seed=11)
-    assert layer.u1 is not None
     for other in (copy.deepcopy(layer), layer.double(), layer.to("cpu"), layer.half()):
         assert torch.equal(other.u1, signs("11 u1", 6, 16, CPU))
-        assert other.u1.dtype == torch.int8
+        assert other.bits1 is not None
+        assert other.bits1.nbytes == 12  # a bit each
 
 
 def test_low_precision_is_that_of_a_dense_layer() -> None:

@@ -36,8 +36,6 @@ def fit_sketched(weight: Tensor, layer: SKLinear, moment: Tensor | None = None) 
     in the columns of Lᵀ V2; then T1 = Lᵀ S1 takes of the rest what lies in the rows of V1. With
     P2, P1 the projections on these, (1 − P2) Lᵀ W (1 − P1) is left.
     """
-    assert layer.u1 is not None
-    assert layer.u2 is not None
     w = weight.detach().T.double()
     root = _root(moment, w)
     s2, rest = _solve(root.T @ layer.u2.double() * layer.scale, root.T @ w)
@@ -54,8 +52,6 @@ def random_sketch(weight: Tensor, layer: SKLinear) -> None:
     relative error is about √((in + out − 2) / 4R), R = terms · rank: with a share f of W's numbers
     at least 1/√f, so more than the error 1 of a layer that is 0.
     """
-    assert layer.u1 is not None
-    assert layer.u2 is not None
     w = weight.detach().T.double() * layer.low_rank**-0.5
     layer.s1.copy_(w @ layer.u1.T.double())
     layer.s2.copy_(layer.u2.T.double() @ w)

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn import functional
 
 from longspan.costs import Cost
 from longspan.nn.collectives import summed
@@ -40,8 +41,9 @@ from longspan.nn.precision import autocast_dtype
 class FactoredLinear(nn.Module):
     """What the two forms share: trained factors s1 (in, R) and s2 (R, out), and how they apply."""
 
-    u1: Tensor | None
-    u2: Tensor | None
+    bits1: Tensor | None
+    bits2: Tensor | None
+    table: Tensor | None
     bias: nn.Parameter | None
     cost: Cost
 
@@ -65,8 +67,8 @@ class FactoredLinear(nn.Module):
         self.register_parameter(
             "bias", nn.Parameter(torch.empty(out_features, **place)) if bias else None
         )
-        self.register_buffer("u1", None)
-        self.register_buffer("u2", None)
+        for name in ("bits1", "bits2", "table"):
+            self.register_buffer(name, None)
 
     def _draw(self, std_for: Callable[[float], float]) -> None:
         """Outputs as large as nn.Linear's, whose weights have variance 1/(3 in), its bias too."""
@@ -88,14 +90,15 @@ class FactoredLinear(nn.Module):
             raise ValueError(f"expected x (..., {s1.shape[0]}), got {tuple(x.shape)}")
         x = x.to(autocast_dtype(x) or x.dtype)
         y: Tensor = _Factored.apply(  # type: ignore[no-untyped-call]
-            x, s1, s2, bias, self.u1, self.u2, self.scale, group
+            x, s1, s2, bias, self.bits1, self.bits2, self.table, self.scale, group
         )
         return y
 
     @property
     def weight(self) -> Tensor:
         """The (out, in) weight of the nn.Linear that computes the same, with its gradient."""
-        a, b = _factors(self.s1, self.s2, self.u1, self.u2, self.s1.dtype)
+        fixed = self.bits1, self.bits2, self.table
+        a, b = _factors(self.s1, self.s2, *fixed, self.s1.dtype)
         return (a @ b).T * self.scale
 
     def split(self, part: int, parts: int) -> None:
@@ -141,9 +144,9 @@ class SKLinear(FactoredLinear):
     """y = 1/(2l) Σᵢ (x S1ᵢ U1ᵢ + x U2ᵢ S2ᵢ) + b, of l = `num_terms` terms of rank k = `low_rank`.
 
     s1 (in, l · k) holds the S1ᵢ side by side, s2 (l · k, out) the S2ᵢ one below the other, and so
-    do u2 and u1, as signs in 8 bits. The signs follow from `seed`, are the same everywhere and do
-    not stand in a state dict unless `store_signs`; the seed does. Layers of one model should have
-    different seeds.
+    do u2 and u1, as signs, of which bits2 and bits1 hold a bit each. The signs follow from `seed`,
+    are the same everywhere and do not stand in a state dict unless `store_signs`; the seed does.
+    Layers of one model should have different seeds.
 
     `sketch_size`, or a third argument alone, is the rank of one term. There are no second and no
     forward-mode derivatives. Under
@@ -182,8 +185,10 @@ class SKLinear(FactoredLinear):
         rank, scale = num_terms * low_rank, 0.5 / num_terms / max(low_rank, 1) ** 0.5
         super().__init__(in_features, out_features, rank, bias, place, scale)
         self.cost = Cost.sketched(in_features, out_features, rank)
-        for name, value in zip(("u1", "u2"), self._signs(self.s1.device), strict=True):
-            self.register_buffer(name, value, persistent=store_signs)
+        self.register_buffer("bits1", None, persistent=store_signs)
+        self.register_buffer("bits2", None, persistent=store_signs)
+        self.register_buffer("table", None, persistent=False)
+        self.draw_signs(self.s1.device)
         _warn_of_excess(self)
         self.reset_parameters()
 
@@ -198,22 +203,35 @@ class SKLinear(FactoredLinear):
     def draw_signs(self, device: torch.device) -> None:
         """Have the signs on `device`."""
         with torch.inference_mode(mode=False):  # so that training can go on with them
-            self.u1, self.u2 = self._signs(device)
+            part, parts = self._part
+            u1 = signs(f"{self.seed} u1", self.rank, self.out_features, device)
+            u2 = signs(f"{self.seed} u2", self.in_features, self.rank, device)
+            self.bits1 = packed(u1.chunk(parts, 1)[part])
+            self.bits2 = packed(u2.chunk(parts, 0)[part])
+            self.table = table_of_signs(device)
 
-    def _signs(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        """This rank's part of U1 (rank, out) and U2 (in, rank)."""
-        part, parts = self._part
-        u1 = signs(f"{self.seed} u1", self.rank, self.out_features, device)
-        u2 = signs(f"{self.seed} u2", self.in_features, self.rank, device)
-        return u1.chunk(parts, 1)[part].contiguous(), u2.chunk(parts, 0)[part].contiguous()
+    @property
+    def u1(self) -> Tensor:
+        """The signs (rank, out), or a rank's own columns of them, in 8 bits."""
+        return self._signs(self.bits1, (self.rank, self.out_features // self._part[1]))
+
+    @property
+    def u2(self) -> Tensor:
+        """The signs (in, rank), or a rank's own rows of them, in 8 bits."""
+        return self._signs(self.bits2, (self.in_features // self._part[1], self.rank))
+
+    def _signs(self, bits: Tensor | None, shape: tuple[int, int]) -> Tensor:
+        assert bits is not None
+        assert self.table is not None
+        return unpacked(bits, shape, self.table)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SKLinear:
         """Moving from the meta device, or to_empty, leaves signs that are none: draw them again."""
-        assert self.u1 is not None
-        had_none = self.u1.is_meta
+        assert self.bits1 is not None
+        had_none = self.bits1.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if had_none or not self._stores_signs:
-            self.draw_signs(self.u1.device)
+            self.draw_signs(self.bits1.device)
         return self
 
     def get_extra_state(self) -> Tensor:
@@ -224,9 +242,9 @@ class SKLinear(FactoredLinear):
         if terms != self.num_terms:
             raise ValueError(f"expected the state of {self.num_terms} terms, got {terms}")
         if seed != self.seed and not self._stores_signs:
-            assert self.u1 is not None
+            assert self.bits1 is not None
             self.seed = seed
-            self.draw_signs(self.u1.device)
+            self.draw_signs(self.bits1.device)
 
     def extra_repr(self) -> str:
         return f"num_terms={self.num_terms}, low_rank={self.low_rank}, {super().extra_repr()}"
@@ -284,6 +302,23 @@ def signs(key: str, rows: int, columns: int, device: torch.device) -> Tensor:
     return bits.mul_(2).sub_(1).flatten()[: rows * columns].view(rows, columns)
 
 
+def packed(u: Tensor) -> Tensor:
+    """The signs `u` (rows, columns) in a bit each, eight to a byte, the first in its lowest bit."""
+    is_plus = functional.pad((u > 0).flatten(), (0, -u.numel() % 8)).view(-1, 8).to(torch.uint8)
+    return (is_plus << torch.arange(8, dtype=torch.uint8, device=u.device)).sum(1).to(torch.uint8)
+
+
+def unpacked(bits: Tensor, shape: tuple[int, ...], table: Tensor) -> Tensor:
+    """The signs of `shape` that were packed, in the type of the table."""
+    return functional.embedding(bits.int(), table).flatten()[: math.prod(shape)].view(shape)
+
+
+def table_of_signs(device: torch.device) -> Tensor:
+    """What each byte of packed signs stands for: (256, 8) of ±1 in 8 bits."""
+    numbers, places = torch.arange(256, device=device), torch.arange(8, device=device)
+    return (((numbers[:, None] >> places) & 1) * 2 - 1).to(torch.int8)
+
+
 def _mixed(x: Tensor) -> Tensor:
     """A hash of 32-bit numbers, in 64 bits that never overflow: the factors are below 2³¹."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
@@ -292,12 +327,20 @@ def _mixed(x: Tensor) -> Tensor:
 
 
 def _factors(
-    s1: Tensor, s2: Tensor, u1: Tensor | None, u2: Tensor | None, dtype: torch.dtype
+    s1: Tensor,
+    s2: Tensor,
+    bits1: Tensor | None,
+    bits2: Tensor | None,
+    table: Tensor | None,
+    dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
     """[S1 | U2] (in, 2R) and [U1 ; S2] (2R, out), where signs are ±1: exact in any precision."""
-    if u1 is None or u2 is None:
-        return s1.to(dtype), s2.to(dtype)
-    return torch.cat([s1.to(dtype), u2.to(dtype)], dim=1), torch.cat([u1.to(dtype), s2.to(dtype)])
+    a, b = s1.to(dtype), s2.to(dtype)
+    if bits1 is None or bits2 is None or table is None:
+        return a, b
+    table = table.to(dtype)
+    u1, u2 = unpacked(bits1, s2.shape, table), unpacked(bits2, s1.shape, table)
+    return torch.cat([a, u2], dim=1), torch.cat([u1, b])
 
 
 def _scaled(scale: float, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -323,19 +366,20 @@ class _Factored(torch.autograd.Function):
         s1: Tensor,
         s2: Tensor,
         bias: Tensor | None,
-        u1: Tensor | None,
-        u2: Tensor | None,
+        bits1: Tensor | None,
+        bits2: Tensor | None,
+        table: Tensor | None,
         scale: float,
         group: dist.ProcessGroup | None,
     ) -> Tensor:
-        a, b = _factors(s1, s2, u1, u2, x.dtype)
+        a, b = _factors(s1, s2, bits1, bits2, table, x.dtype)
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         h = rows @ a
         if group is not None:
             h = summed(h, group)
         y = _scaled(scale, h, b, None if bias is None else bias.to(x.dtype))
-        h2 = h if u1 is None else h[:, -s2.shape[0] :].contiguous()  # half is not needed again
-        ctx.save_for_backward(rows, h2, s1, s2, u1, u2)
+        h2 = h if bits1 is None else h[:, -s2.shape[0] :].contiguous()  # half is not needed again
+        ctx.save_for_backward(rows, h2, s1, s2, bits1, bits2, table)
         ctx.scale, ctx.group, ctx.shape = scale, group, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
         return y.view(*x.shape[:-1], b.shape[1])
@@ -343,9 +387,9 @@ class _Factored(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        rows, h2, s1, s2, u1, u2 = ctx.saved_tensors
+        rows, h2, s1, s2, bits1, bits2, table = ctx.saved_tensors
         wants_x, wants_s1, wants_s2, wants_bias = ctx.needs_input_grad[:4]
-        a, b = _factors(s1, s2, u1, u2, rows.dtype)
+        a, b = _factors(s1, s2, bits1, bits2, table, rows.dtype)
         dy = grad.reshape(-1, grad.shape[-1])
         dx = ds1 = ds2 = dbias = None
         if wants_x or wants_s1:
@@ -360,4 +404,4 @@ class _Factored(torch.autograd.Function):
             ds2 = _scaled(ctx.scale, h2.T, dy).to(s2.dtype)
         if wants_bias:
             dbias = dy.sum(0).to(ctx.bias_dtype)
-        return dx, ds1, ds2, dbias, None, None, None, None
+        return dx, ds1, ds2, dbias, None, None, None, None, None

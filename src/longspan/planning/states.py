@@ -42,7 +42,7 @@ class States:
     copies: int
     """16-bit copies of weights, which autocast keeps where they are not sharded."""
     signs: int
-    """Of sketched layers, in 8 bits; no axis but `tensor` and `pipeline` splits them."""
+    """Of sketched layers, a bit each; no axis but `tensor` and `pipeline` splits them."""
     offloaded: int = 0
     """Bytes of these that wait in the CPU's memory."""
 
