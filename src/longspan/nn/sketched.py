@@ -309,14 +309,16 @@ def packed(u: Tensor) -> Tensor:
 
 
 def unpacked(bits: Tensor, shape: tuple[int, ...], table: Tensor) -> Tensor:
-    """The signs of `shape` that were packed, in the type of the table."""
-    return functional.embedding(bits.int(), table).flatten()[: math.prod(shape)].view(shape)
+    """The signs of `shape` that were packed, in 8 bits."""
+    signs = table.index_select(0, bits.int()).view(torch.int8)
+    return signs[: math.prod(shape)].view(shape)
 
 
 def table_of_signs(device: torch.device) -> Tensor:
-    """What each byte of packed signs stands for: (256, 8) of ±1 in 8 bits."""
+    """The eight signs that each byte of packed ones stands for, as one number of 64 bits."""
     numbers, places = torch.arange(256, device=device), torch.arange(8, device=device)
-    return (((numbers[:, None] >> places) & 1) * 2 - 1).to(torch.int8)
+    signs = ((numbers[:, None] >> places) & 1) * 2 - 1
+    return signs.to(torch.int8).view(torch.int64).flatten()
 
 
 def _mixed(x: Tensor) -> Tensor:
@@ -338,9 +340,8 @@ def _factors(
     a, b = s1.to(dtype), s2.to(dtype)
     if bits1 is None or bits2 is None or table is None:
         return a, b
-    table = table.to(dtype)
     u1, u2 = unpacked(bits1, s2.shape, table), unpacked(bits2, s1.shape, table)
-    return torch.cat([a, u2], dim=1), torch.cat([u1, b])
+    return torch.cat([a, u2.to(dtype)], dim=1), torch.cat([u1.to(dtype), b])
 
 
 def _scaled(scale: float, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -99,7 +99,7 @@ def _states(run: Run, world: int, rank: int) -> States:
         # Of stage 3 the block at work and the next one, which is fetched ahead of its time.
         at_once = 2 * largest if run.layout.zero == 3 else sum(numbers.blocks.values())
         on_the_way = largest * (width + WORD)  # a block's gradients, and what is sent of them
-        gathered = WORD * numbers.outside + width * at_once + on_the_way
+        gathered = 2 * WORD * numbers.outside + width * at_once + on_the_way
         if _reduces_once(run, placed):
             gradients = numbers.whole
     elif in_16_bits:
