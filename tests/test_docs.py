@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from longspan.cli import main
 from longspan.cli.arguments import parse
 from longspan.config import Section, Sketch
 from longspan.runfile import SECTIONS, load_run
@@ -74,6 +75,13 @@ def test_the_python_in_the_attention_page_runs() -> None:
         exec(block, names)
     assert isinstance(names["y"], torch.Tensor)
     assert names["y"].shape == q.shape
+
+
+def test_the_plan_in_the_docs_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (ROOT / "docs/planning.md").read_text()
+    ((command, text),) = re.findall(r"```console\n\$ longspan (.*?)\n(.*?)```", page, re.S)
+    assert main(shlex.split(command)) == 0
+    assert capsys.readouterr().out == text
 
 
 @pytest.mark.filterwarnings("ignore:SKLinear .* stores")

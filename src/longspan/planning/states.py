@@ -65,15 +65,19 @@ def states_of(run: Run, world: int) -> list[States]:
 class _Numbers:
     """How many numbers a rank has of parameters, and how many these are when gathered."""
 
+    is_tied: bool
     own: list[int] = field(default_factory=list)
-    matrices: int = 0
+    cast: int = 0
+    """Of weights of dense layers, which autocast has a copy of."""
     outside: int = 0
     blocks: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, parameter: Tensor) -> None:
         gathered = _gathered(parameter)
         self.own.append(local(parameter).numel())
-        self.matrices += gathered if parameter.dim() > 1 else 0
+        is_weight = parameter.dim() > 1 and name.endswith(".weight")
+        if is_weight and (self.is_tied or name != "embedding.weight"):
+            self.cast += gathered
         if name.startswith("blocks."):
             block = name.split(".")[1]
             self.blocks[block] = self.blocks.get(block, 0) + gathered
@@ -86,7 +90,7 @@ class _Numbers:
 
 
 def _states(run: Run, world: int, rank: int) -> States:
-    model, numbers = new_decoder(run), _Numbers()
+    model, numbers = new_decoder(run), _Numbers(run.model.tied)
     with _stand_in(run, world, rank) as placed:
         placed.arrange(model, run)
         for name, parameter in placed.named_parameters(model):
@@ -103,7 +107,7 @@ def _states(run: Run, world: int, rank: int) -> States:
         if _reduces_once(run, placed):
             gradients = numbers.whole
     elif in_16_bits:
-        copies = width * numbers.matrices
+        copies = width * numbers.cast
     moments = sum(_moment_bytes(n, run.train.optimizer) for n in numbers.own)
     kept = WORD * own, WORD * gradients, moments
     signs = (x for m in model.modules() if isinstance(m, SKLinear) for x in m.buffers())
