@@ -18,6 +18,7 @@ included, and the workers are replaced.
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -34,6 +35,9 @@ from typing import Any, TextIO
 
 TIMEOUT_S = 600.0
 """Ends a hang, and nothing that is merely slow: two cores may be shared with others."""
+MOST_THREADS = 200
+"""A worker with more is replaced: gloo's threads stay where torch's caches keep a mesh, and idle
+ones by the hundred, which wake now and then, slow two cores down to a crawl."""
 GRACE_S = 2.0
 """How long the other ranks may go on after one has raised."""
 
@@ -47,6 +51,7 @@ class Answer:
     result: Any = None
     error: str | None = None
     died: bool = False
+    threads: int = 0
 
 
 @dataclass
@@ -93,9 +98,11 @@ class Ranks:
             worker.pipe.send((function, rank, world, str(store), timeout, arguments))
         answers = self._collect(workers, timeout)
         store.unlink(missing_ok=True)
-        results = [answer.result for answer in answers if answer and answer.error is None]
-        if len(results) == world:
-            return results
+        fine = [answer for answer in answers if answer and answer.error is None]
+        if len(fine) == world:
+            if any(answer.threads > MOST_THREADS for answer in fine):
+                self._replace_all()
+            return [answer.result for answer in fine]
         report = self._report(workers, answers, timeout)
         self._replace_all()
         raise RanksFailed(f"{function.__name__} on {world} ranks failed\n{report}")
@@ -155,6 +162,12 @@ class Ranks:
         self._workers = []
 
 
+def _count_threads() -> int:
+    """Of this process, those of libraries too; 0 where the system does not say."""
+    tasks = Path("/proc/self/task")
+    return len(list(tasks.iterdir())) if tasks.exists() else 0
+
+
 def _serve(pipe: Connection, stacks: str) -> None:
     """A worker: one call after another, each in a process group of its own."""
     import torch
@@ -183,7 +196,8 @@ def _serve(pipe: Connection, stacks: str) -> None:
             dist.destroy_process_group()
             # It knows process groups by names, which the next call gives to others.
             torch.distributed.tensor.debug._clear_sharding_prop_cache()
-            pipe.send(Answer(result))
+            gc.collect()
+            pipe.send(Answer(result, threads=_count_threads()))
         except BaseException:  # noqa: BLE001 - whatever it is, the test must see it
             pipe.send(Answer(error=traceback.format_exc()))
             signal.pause()  # its open sockets keep the others waiting, not failing in its wake

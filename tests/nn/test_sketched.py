@@ -150,6 +150,20 @@ def test_a_state_dict_holds_the_seed_and_no_signs() -> None:
     assert torch.equal(asked.double().u1, -layer.u1)  # those that were stored
 
 
+@pytest.mark.parametrize("store_signs", [True, False])
+@pytest.mark.parametrize("start", ["cpu", "meta"])
+@pytest.mark.parametrize("assign", [True, False])
+def test_a_layer_without_values_gets_them_from_a_state_dict(
+    store_signs: bool, start: str, assign: bool
+) -> None:
+    layer, x = SKLinear(24, 16, 2, 3, seed=11, store_signs=store_signs), torch.randn(4, 24)
+    other = SKLinear(24, 16, 2, 3, seed=5, store_signs=store_signs, device=start)
+    if start == "cpu" or not assign:
+        other.to_empty(device="cpu")
+    other.load_state_dict(copy.deepcopy(layer.state_dict()), assign=assign)
+    assert torch.equal(other(x), layer(x))
+
+
 def test_its_weight_is_that_of_the_dense_layer_with_its_gradient() -> None:
     layer, x = SKLinear(12, 8, 2, 2, dtype=torch.float64), torch.randn(5, 12).double()
     wanted = [layer.s1, layer.s2]

@@ -39,7 +39,7 @@ def test_there_is_a_column_for_each_stage(capsys: pytest.CaptureFixture[str]) ->
     pipeline = ["layout.pipeline=2", "train.micro_batch=1"]
     assert main(["plan", *SMALL, *pipeline]) == 0
     text = capsys.readouterr().out
-    assert "stage 0     stage 1\n" in text
+    assert "pipeline 0  pipeline 1\n" in text
     assert "2 processes" in text
     stages = planned(capsys, *pipeline)["stages"]
     assert len(stages) == 2

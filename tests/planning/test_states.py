@@ -105,7 +105,7 @@ def test_a_world_of_thousands_is_planned_at_once() -> None:
 
 def test_offloaded_states_are_not_on_the_device() -> None:
     here, away = (states_of(run_of(2, x), 2)[0] for x in ([], ["layout.offload=true"]))
-    assert away.on_device == here.on_device - away.offloaded == here.gathered
+    assert away.on_device == here.on_device - away.offloaded == here.passing
     assert away.offloaded == here.parameters + here.gradients + here.optimizer
 
 

@@ -81,6 +81,8 @@ def train(args: argparse.Namespace) -> None:
 
 
 def plan(args: argparse.Namespace) -> None:
+    import torch
+
     from longspan.planning import plan
     from longspan.runfile import load_run
     from longspan.training.device import choose_device, resolve
@@ -95,7 +97,8 @@ def plan(args: argparse.Namespace) -> None:
         overrides.append("train.precision=bf16")
     gpus = args.gpus if for_gpus else given.layout.fewest
     run = load_run(file, overrides, builtin=builtin, world=gpus)
-    found = plan(run if for_gpus else resolve(run, choose_device(run)), gpus)
+    device = torch.device("cuda") if for_gpus else choose_device(run)
+    found = plan(resolve(run, device), gpus)
     print(json.dumps(found.as_dict()) if args.json else found)
 
 

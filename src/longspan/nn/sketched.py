@@ -232,6 +232,7 @@ class SKLinear(FactoredLinear):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if had_none or not self._stores_signs:
             self.draw_signs(self.bits1.device)
+        self.table = table_of_signs(self.bits1.device)
         return self
 
     def get_extra_state(self) -> Tensor:
@@ -241,10 +242,12 @@ class SKLinear(FactoredLinear):
         seed, terms = state.tolist()
         if terms != self.num_terms:
             raise ValueError(f"expected the state of {self.num_terms} terms, got {terms}")
-        if seed != self.seed and not self._stores_signs:
-            assert self.bits1 is not None
+        assert self.bits1 is not None
+        device = self.s1.device if self.bits1.is_meta else self.bits1.device
+        if not self._stores_signs and (seed != self.seed or self.bits1.is_meta):
             self.seed = seed
-            self.draw_signs(self.bits1.device)
+            self.draw_signs(device)
+        self.table = table_of_signs(device)
 
     def extra_repr(self) -> str:
         return f"num_terms={self.num_terms}, low_rank={self.low_rank}, {super().extra_repr()}"
@@ -316,9 +319,10 @@ def unpacked(bits: Tensor, shape: tuple[int, ...], table: Tensor) -> Tensor:
 
 def table_of_signs(device: torch.device) -> Tensor:
     """The eight signs that each byte of packed ones stands for, as one number of 64 bits."""
-    numbers, places = torch.arange(256, device=device), torch.arange(8, device=device)
-    signs = ((numbers[:, None] >> places) & 1) * 2 - 1
-    return signs.to(torch.int8).view(torch.int64).flatten()
+    with torch.inference_mode(mode=False):  # so that training can go on with it
+        numbers, places = torch.arange(256, device=device), torch.arange(8, device=device)
+        signs = ((numbers[:, None] >> places) & 1) * 2 - 1
+        return signs.to(torch.int8).view(torch.int64).flatten()
 
 
 def _mixed(x: Tensor) -> Tensor:

@@ -108,6 +108,11 @@ class Placement:
         """Whether FSDP2 holds the parameters."""
         return self.averaged_ranks > 1 and not self.replicates_only
 
+    @property
+    def drops_blocks(self) -> bool:
+        """Whether FSDP2 drops the other ranks' parameters of a block after its forward pass."""
+        return self.zero == 3 and self.ranks["shard"] * self.ranks["sequence"] > 1
+
     def own(self, indices: Sequence[int]) -> Sequence[int]:
         """This rank's share of a step's samples."""
         if self._mesh is None:
@@ -212,10 +217,9 @@ class Placement:
             reduce_dtype=torch.float32,
             cast_forward_inputs=False,  # the residual stream is float32
         )
-        reshards = self.zero == 3 and within.size(-1) > 1
         assert isinstance(part.blocks, nn.ModuleList)
         for block in part.blocks:
-            shard(block, reshard_after_forward=reshards, mp_policy=precision)
+            shard(block, reshard_after_forward=self.drops_blocks, mp_policy=precision)
         shard(part)  # the embedding is needed to the end: for the head
         if isinstance(part, Decoder):
             register_fsdp_forward_method(part, "next_logits")

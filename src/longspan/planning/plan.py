@@ -20,7 +20,7 @@ CLASSES = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
-    "gathered": "whole for a time",
+    "passing": "in passing",
     "copies": "16-bit copies",
     "signs": "signs of sketched layers",
 }
@@ -75,12 +75,12 @@ class Plan:
         return "\n".join(f"{name:<15}{text}" for name, text in words.items())
 
     def _memory(self) -> str:
-        """A column for each rank of the pipeline."""
+        """A column for each rank of the pipeline axis."""
         several = len(self.stages) > 1
         devices = "processes" if self.gpus > 1 else "process"
         lines = [f"memory of a device, GiB, {self.gpus:,} {devices}, {self.precision}:"]
         if several:
-            heads = "".join(f"{f'stage {i}':>12}" for i in range(len(self.stages)))
+            heads = "".join(f"{f'pipeline {i}':>12}" for i in range(len(self.stages)))
             lines.append(f"  {'':<26}{heads}")
         rows = {words: [getattr(s, name) for s in self.stages] for name, words in CLASSES.items()}
         rows["of these in the CPU's memory"] = [states.offloaded for states in self.stages]
@@ -136,7 +136,8 @@ def _forms(run: Run, gpus: int) -> list[Form]:
 def _form(run: Run, gpus: int, linear: str, share: Fraction) -> Form:
     sketch = Sketch(keep=float(share), layers=run.model.sketch.layers)
     model = run.model.model_copy(update={"linear": linear, "sketch": sketch})
-    other = run.model_copy(update={"model": model})
+    layout = run.layout.model_copy(update={"split_norms": False})  # which is of dense layers
+    other = run.model_copy(update={"model": model, "layout": layout})
     return Form(
         linear=linear,
         share=str(share),

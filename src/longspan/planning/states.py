@@ -25,20 +25,23 @@ from longspan.parallel.world import World
 
 WORD = 4
 """Bytes of a parameter, of its gradient and of each of its two moments."""
+TABLES = 3
+"""Matrices as large as the head at the end of the backward pass: its gradient, which is there since
+its forward pass, the lookup's or that of earlier micro-batches, and what comes of the two."""
 FEWEST_IN_8_BITS, PER_SCALE = 4096, 256
 """Of torchao's 8-bit moments: smaller tensors stay in 32 bits, and so many share a scale."""
 
 
 @dataclass(frozen=True)
 class States:
-    """Bytes on a rank, in the middle of the backward pass, where they are most."""
+    """Bytes on a rank, at the moment of the backward pass at which they are most."""
 
     parameters: int
     """This rank's own."""
     gradients: int
     optimizer: int
-    gathered: int
-    """Parameters of other ranks, and whole gradients on their way to them."""
+    passing: int
+    """Parameters of other ranks while they are needed, and gradients on their way."""
     copies: int
     """16-bit copies of weights, which autocast keeps where they are not sharded."""
     signs: int
@@ -49,7 +52,7 @@ class States:
     @property
     def on_device(self) -> int:
         held = self.parameters + self.gradients + self.optimizer
-        return held + self.gathered + self.copies + self.signs - self.offloaded
+        return held + self.passing + self.copies + self.signs - self.offloaded
 
 
 def states_of(run: Run, world: int) -> list[States]:
@@ -65,24 +68,25 @@ def states_of(run: Run, world: int) -> list[States]:
 class _Numbers:
     """How many numbers a rank has of parameters, and how many these are when gathered."""
 
-    is_tied: bool
     own: list[int] = field(default_factory=list)
     cast: int = 0
-    """Of weights of dense layers, which autocast has a copy of."""
+    """Of the blocks' dense layers, which autocast has a copy of."""
+    table: int = 0
+    """Of the head, or of the embedding where that is the head."""
     outside: int = 0
     blocks: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, parameter: Tensor) -> None:
         gathered = _gathered(parameter)
         self.own.append(local(parameter).numel())
-        is_weight = parameter.dim() > 1 and name.endswith(".weight")
-        if is_weight and (self.is_tied or name != "embedding.weight"):
-            self.cast += gathered
         if name.startswith("blocks."):
+            is_weight = parameter.dim() > 1 and name.endswith(".weight")
+            self.cast += gathered if is_weight else 0
             block = name.split(".")[1]
             self.blocks[block] = self.blocks.get(block, 0) + gathered
         else:
             self.outside += gathered
+            self.table = max(self.table, gathered)
 
     @property
     def whole(self) -> int:
@@ -90,34 +94,66 @@ class _Numbers:
 
 
 def _states(run: Run, world: int, rank: int) -> States:
-    model, numbers = new_decoder(run), _Numbers(run.model.tied)
+    model, numbers = new_decoder(run), _Numbers()
     with _stand_in(run, world, rank) as placed:
         placed.arrange(model, run)
         for name, parameter in placed.named_parameters(model):
             numbers.add(name, parameter)
-    in_16_bits = run.train.precision in ("bf16", "fp16")
-    own, width = sum(numbers.own), 2 if in_16_bits else WORD
-    gradients, gathered, copies = own, 0, 0
-    if placed.is_sharded:
-        largest = max(numbers.blocks.values())
-        # Of stage 3 the block at work and the next one, which is fetched ahead of its time.
-        at_once = 2 * largest if run.layout.zero == 3 else sum(numbers.blocks.values())
-        on_the_way = largest * (width + WORD)  # a block's gradients, and what is sent of them
-        gathered = 2 * WORD * numbers.outside + width * at_once + on_the_way
-        if _reduces_once(run, placed):
-            gradients = numbers.whole
-    elif in_16_bits:
-        copies = width * numbers.cast
     moments = sum(_moment_bytes(n, run.train.optimizer) for n in numbers.own)
-    kept = WORD * own, WORD * gradients, moments
+    own = WORD * sum(numbers.own)
+    passing = _passing_sharded if placed.is_sharded else _passing_unsharded
     signs = (x for m in model.modules() if isinstance(m, SKLinear) for x in m.buffers())
     return States(
-        *kept,
-        gathered=gathered,
-        copies=copies,
+        parameters=own,
+        gradients=WORD * _gradients(run, placed, numbers),
+        optimizer=moments,
+        passing=passing(run, placed, numbers),
+        copies=0 if placed.is_sharded else numbers.cast * (_width(run) % WORD),
         signs=sum(x.nbytes for x in signs),
-        offloaded=sum(kept) if run.layout.offload else 0,
+        offloaded=2 * own + moments if run.layout.offload else 0,
     )
+
+
+def _width(run: Run) -> int:
+    """Bytes of a number in the run's precision."""
+    return 2 if run.train.precision in ("bf16", "fp16") else WORD
+
+
+def _has_several(run: Run, placed: Placement) -> bool:
+    """Whether a step adds up gradients of several micro-batches."""
+    return run.train.global_batch > run.train.micro_batch * placed.data_ranks
+
+
+def _gradients(run: Run, placed: Placement, numbers: _Numbers) -> int:
+    """Numbers of gradients that are added up: a rank's own, or whole ones shared once a step."""
+    is_once = run.layout.zero <= 1 or placed.ranks["pipeline"] > 1
+    once = placed.is_sharded and is_once and _has_several(run, placed)
+    return numbers.whole if once else sum(numbers.own)
+
+
+def _passing_unsharded(run: Run, placed: Placement, numbers: _Numbers) -> int:
+    """Bytes beside the gradients: of the head, where its gradient is added to others; and what
+    PowerSGD has left out.
+    """
+    adds = run.model.tied or _has_several(run, placed)
+    left_out = sum(numbers.own) if run.layout.compress == "powersgd" else 0
+    return WORD * ((TABLES * numbers.table if adds else 0) + left_out)
+
+
+def _passing_sharded(run: Run, placed: Placement, numbers: _Numbers) -> int:
+    """Bytes that FSDP2 has whole for a time, at the moment at which it is more of them."""
+    width, largest = _width(run), max(numbers.blocks.values())
+    if placed.drops_blocks and placed.ranks["pipeline"] == 1:
+        amid, end = 2 * largest, 0  # the block at work, and the next, fetched ahead of its time
+    else:  # a pipeline's stages keep theirs for the next micro-batch
+        amid = end = sum(numbers.blocks.values())
+    # Amid the backward pass of blocks: the gradients of one, and what is sent of them.
+    amid_bytes = width * amid + (width + WORD) * largest + WORD * numbers.outside
+    end_bytes = width * end + WORD * TABLES * numbers.table
+    kept = WORD * numbers.outside + max(amid_bytes, end_bytes)
+    if placed.ranks["replicate"] > 1 and run.layout.zero > 1 and _has_several(run, placed):
+        kept += WORD * sum(numbers.own)  # which copies of a sharded model add up at the end
+    return kept
 
 
 @contextmanager
@@ -145,13 +181,6 @@ def _gathered(parameter: Tensor) -> int:
         if axis == "tensor" and not how.is_replicate():
             parts = mesh[axis].size()
     return -(-parameter.numel() // parts)
-
-
-def _reduces_once(run: Run, placed: Placement) -> bool:
-    """Whether whole gradients of several micro-batches are added up before ranks share them."""
-    at_once = run.train.micro_batch * placed.data_ranks
-    several = run.train.global_batch > at_once
-    return several and (run.layout.zero <= 1 or placed.ranks["pipeline"] > 1)
 
 
 def _moment_bytes(count: int, optimizer: str) -> int:
