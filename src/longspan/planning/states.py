@@ -108,7 +108,7 @@ def _states(run: Run, world: int, rank: int) -> States:
         gradients=WORD * _gradients(run, placed, numbers),
         optimizer=moments,
         passing=passing(run, placed, numbers),
-        copies=0 if placed.is_sharded else numbers.cast * (_width(run) % WORD),
+        copies=0 if placed.is_sharded or _width(run) == WORD else _width(run) * numbers.cast,
         signs=sum(x.nbytes for x in signs),
         offloaded=2 * own + moments if run.layout.offload else 0,
     )
