@@ -15,10 +15,10 @@ from pathlib import Path
 
 import torch
 
-from longspan.nn.conversion import Method
 from longspan.runfile import load_run, saved_run_file
+from longspan.sketch_run import convert, open_trained
+from longspan.sketching.conversion import Method
 from longspan.training import train
-from longspan.training.sketching import convert, open_trained
 
 METHODS: list[tuple[Method, int]] = [
     ("svd", 0),

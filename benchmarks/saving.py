@@ -37,7 +37,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="longspan-saving-", dir="."))
     try:
         for behind in (False, True):
-            settings = Checkpoint(asynchronous=behind, keep=1)
+            settings = Checkpoint(async_save=behind, keep=1)
             saver = Saver(folder, settings, Placement(Layout(), World(), None), print)
             blocked, whole = [], []
             for _ in range(REPEATS):

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longspan.data import open_source
+from longspan.device import autocast, resolve
 from longspan.engines import Native
 from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.planning import states_of
 from longspan.runfile import load_run
-from longspan.training.device import autocast, resolve
 from longspan.training.guard import Guard
 from longspan.training.loop import train_step
 from longspan.training.state import State
@@ -37,7 +37,7 @@ OPTIONS = [
     "attention.dilation_rates=[1]",
     "train.device=cuda",
     "train.compile=false",
-    "train.remat=full",
+    "train.activation_checkpointing=full",
 ]
 MIB = 2**20
 

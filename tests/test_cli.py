@@ -73,7 +73,7 @@ def remove(shards: Path) -> None:
         (["model.heads=5"], "does not divide model.hidden = 32"),
         (["attention.segment_lengths=[10]", "attention.dilation_rates=[4]"], "use 8"),
         (["attention.kind=block_sparse", "attention.local_window=100"], "got 100: use 128"),
-        (["attention.kind=dense", "attention.sparsity=0.5"], 'no use with kind = "dense"'),
+        (["attention.kind=dense", "attention.density=0.5"], 'no use with kind = "dense"'),
         (["missing.toml"], "cannot read the run file missing.toml: No such file"),
         (["data.source=nowhere"], "cannot read nowhere/index.json: No such file"),
         (["data.source=" + 300 * "x"], "File name too long"),

@@ -8,54 +8,39 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "longspan"
-GROUND = {"costs", "errors", "faults", "files", "hardware", "presets"}
+GROUND = {"costs", "errors", "faults", "files", "hardware", "hashing", "presets"}
 """Plain modules that anyone may import and that import no room."""
 
+MODEL = {"attention", "nn", "sketching", "models", "config"}
+RUN = {"config", "device", "runfile", "data", "checkpoint", "tracking"}
 MAY_IMPORT = {
-    "config": {"presets"},
+    "config": set(),
     "rules": {"config"},
-    "runfile": {"config", "rules", "errors"},
+    "runfile": {"config", "rules"},
+    "device": {"config"},
     "attention": {"config"},
-    "nn": {"attention", "config"},
-    "models": {"nn", "attention", "config", "runfile"},
+    "nn": {"attention"},
+    "sketching": {"attention", "nn", "tracking"},
     "data": {"config"},
-    "parallel": {"models", "nn", "attention", "config"},
-    "engines": {"parallel", "models", "nn", "attention", "data", "checkpoint", "config"},
-    "launching": set(),
-    "planning": {"config", "models", "nn", "parallel"},
     "checkpoint": set(),
     "tracking": {"config"},
-    "training": {
-        "models",
-        "nn",
-        "attention",
-        "data",
-        "checkpoint",
-        "tracking",
-        "config",
-        "runfile",
-        "parallel",
-        "engines",
-    },
-    "benchmarks": {"attention", "config", "nn"},
-    "cli": {
-        "checkpoint",
-        "drill",
-        "verify",
-        "benchmarks",
-        "tracking",
-        "engines",
-        "launching",
-        "parallel",
-        "planning",
-        "training",
-        "models",
-        "data",
-        "config",
-        "runfile",
-    },
+    "models": {"attention", "nn", "sketching", "config", "runfile", "data"},
+    "parallel": MODEL | {"device"},
+    "engines": MODEL | {"parallel", "data", "checkpoint", "device"},
+    "export": MODEL | RUN,
+    "training": MODEL | RUN | {"parallel", "engines", "export"},
+    "planning": MODEL | {"parallel"},
+    "launching": set(),
+    "trained": MODEL | RUN,
+    "generate": MODEL | RUN | {"trained"},
+    "sketch_run": MODEL | RUN | {"parallel", "trained", "training"},
     "drill": {"checkpoint", "config", "runfile", "tracking"},
     "verify": {"checkpoint", "config", "launching", "runfile"},
+    "benchmarks": MODEL | RUN | {"parallel", "engines", "planning", "sketch_run", "training"},
+    "cli": MODEL
+    | RUN
+    | {"benchmarks", "drill", "engines", "export", "generate", "launching", "parallel"}
+    | {"planning", "sketch_run", "trained", "training", "verify"},
     "__main__": {"cli"},
 }
 

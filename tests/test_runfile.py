@@ -108,8 +108,8 @@ def test_all_problems_come_at_once_with_path_cause_and_cure() -> None:
             "'mlp' matches no linear layer; they have names such as blocks.0.attention.query",
         ),
         (
-            ["model.linear=sketched", "train.initial=llama"],
-            "train.initial",
+            ["model.linear=sketched", "train.init_from=llama"],
+            "train.init_from",
             "then use longspan sketch",
         ),
         (["engine.name=deepsped"], "engine.name", "did you mean 'deepspeed'?"),
@@ -212,7 +212,7 @@ def test_derived_values_are_shown() -> None:
 def test_schema_describes_every_key() -> None:
     schema = Run.model_json_schema()
     train = schema["$defs"]["Train"]["properties"]
-    assert train["clip"]["description"].startswith("Largest global gradient norm")
+    assert train["grad_clip"]["description"].startswith("Largest global gradient norm")
     assert json.dumps(schema)
 
 
@@ -237,7 +237,7 @@ def test_what_keeps_some_activations_is_refused_with_zbv(
     layout: str, world: int, remat: str, advice: str
 ) -> None:
     overrides = ["layout.pipeline=2", "layout.schedule=zbv", "train.global_batch=2", layout]
-    overrides += ["model.layers=4", "layout.zero=2", f"train.remat={remat}"]
+    overrides += ["model.layers=4", "layout.zero=2", f"train.activation_checkpointing={remat}"]
     with pytest.raises(UserError, match=f"would need twice: use {advice}"):
         load_run(None, overrides, world=world)
 

@@ -137,7 +137,7 @@ def toml(value: Any) -> str:
 WORDS = [
     "steps", "hidden", "heads", "kv_heads", "layers", "source", "context", "preset", "lr", "kind",
     "segment_lengths", "dilation_rates", "block_size", "shard", "zero", "schedule", "precision",
-    "every", "keep", "seed", "optimizer", "remat", "nonsense", "ffn", "vocab", "global_batch",
+    "every", "keep", "seed", "optimizer", "activation_checkpointing", "nonsense", "ffn", "vocab", "global_batch",
 ]  # fmt: skip
 SECTIONS = ["model", "attention", "data", "layout", "train", "checkpoint", "track", "engine", "x"]
 ODD: list[Any] = [

@@ -63,11 +63,11 @@ class Model(Section):
     """Width of the gated MLP; unless given, 8/3 of `hidden` rounded up to a multiple of 128."""
     vocab: Positive = 256
     """Tokens the model knows; at least as many as the tokenizer has."""
-    tied: bool = True
+    tie_embeddings: bool = True
     """Whether the output head is the embedding."""
     sub_layer_norm: bool = False
     """MAGNETO's extra norms before the attention's and the MLP's last projection, and its init."""
-    rope_base: Annotated[float, Field(gt=1)] | None = None
+    rope_theta: Annotated[float, Field(gt=1)] | None = None
     """Base of the rotary embedding; unless given, chosen from `data.context`."""
     linear: Literal["dense", "sketched", "low_rank"] = "dense"
     """How the blocks' linear layers are stored; see [model.sketch] for those that are not dense."""
@@ -130,15 +130,15 @@ class Model(Section):
                 before, after = before + dense, after + (form(*size, rank) if rank else dense)
         return before, after
 
-    def rope_base_for(self, context: int) -> float:
+    def rope_theta_for(self, context: int) -> float:
         """The base that turns the slowest pair of channels by at most ¼ radian over the context.
 
         Pair i of D/2 turns by base^(−2i/D) per token, so the slowest, i = D/2 − 1, turns by
         context · base^(−(D−2)/D) in all. 128K tokens at D = 128 give 6.5e5, near the 5e5 that
         Llama 3 uses there.
         """
-        if self.rope_base is not None:
-            return self.rope_base
+        if self.rope_theta is not None:
+            return self.rope_theta
         if self.head_dim <= 2:
             return 10_000.0
         return float(max(10_000.0, (4 * context) ** (self.head_dim / (self.head_dim - 2))))
@@ -159,7 +159,7 @@ class Attention(Section):
     """First tokens, in whole blocks, that all see and that see all."""
     stride: Whole = 0
     """Every how many blocks one is kept; 0 for none."""
-    sparsity: Annotated[float, Field(ge=0, le=1)] = 0.0
+    density: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Fraction of all blocks kept beside those, drawn from `block_seed`."""
     block_seed: Whole = 0
     """Which blocks are drawn."""
@@ -178,7 +178,7 @@ class Data(Section):
 
 
 DILATED_KEYS = ("segment_lengths", "dilation_rates")
-BLOCK_SPARSE_KEYS = ("local_window", "global_tokens", "stride", "sparsity", "block_seed")
+BLOCK_SPARSE_KEYS = ("local_window", "global_tokens", "stride", "density", "block_seed")
 
 AXES = ("replicate", "shard", "sequence", "tensor", "pipeline")
 
@@ -203,9 +203,9 @@ class Layout(Section):
     """In what order the ranks of the `pipeline` axis take micro-batches."""
     virtual_stages: Positive = 2
     """Stages per rank of the "interleaved" schedule; "zbv" has two, the others one."""
-    split_norms: bool = False
+    megatron_sequence_parallel: bool = False
     """Whether the `tensor` axis also splits norms and residual stream, by tokens."""
-    compress: Literal["none", "bf16", "powersgd"] = "none"
+    gradient_compression: Literal["none", "bf16", "powersgd"] = "none"
     """How copies of a model that is neither sharded nor split send each other gradients."""
     offload: bool = False
     """Whether a sharded model's parameters, gradients and optimizer state wait in the CPU's
@@ -238,7 +238,7 @@ class Layout(Section):
 class Train(Section):
     steps: Positive = 200
     """Optimizer steps in all."""
-    initial: str = ""
+    init_from: str = ""
     """A Hugging Face folder of a Llama whose weights a new run begins with; else they are drawn."""
     micro_batch: Positive = 1
     """Sequences per forward pass."""
@@ -268,17 +268,17 @@ class Train(Section):
     """AdamW's."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's."""
-    clip: Annotated[float, Field(ge=0)] = 1.0
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Largest global gradient norm; 0 turns clipping off."""
-    spike: Annotated[float, Field(ge=0)] = 0.0
+    grad_norm_spike: Annotated[float, Field(ge=0)] = 0.0
     """Skip steps whose gradient norm is more than so many times the usual one; 0 skips only those
     that are no numbers."""
-    bad_steps: Positive = 5
+    max_skipped_steps: Positive = 5
     """Skipped steps in a row after which the run goes back to its newest checkpoint and leaves
     their samples out."""
-    rollbacks: Whole = 3
+    max_rollbacks: Whole = 3
     """How often it may do that."""
-    hang_s: Annotated[float, Field(gt=0)] = 600.0
+    hang_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """Seconds without progress after which a rank says where all are, and ends the run."""
     halve_on_oom: bool = False
     """Whether a run that is out of memory goes on from its newest checkpoint with half the
@@ -290,7 +290,7 @@ class Train(Section):
     and optimizer stay fp32."""
     compile: Literal["auto", True, False] = "auto"
     """torch.compile of each block; "auto" is on for CUDA."""
-    remat: Literal["none", "selective", "full"] = "none"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activations computed again in the backward pass instead of being kept: of each block all but
     the matrix products and the attention ("selective"), or all ("full")."""
     offload_activations: bool = False
@@ -349,7 +349,7 @@ class Checkpoint(Section):
     """How many of the newest to keep."""
     keep_every: Whole = 0
     """Steps between checkpoints that are kept for good; 0 keeps none."""
-    asynchronous: bool = True
+    async_save: bool = True
     """Write behind the training, which waits only while tensors are copied to the CPU's memory."""
 
 
@@ -383,7 +383,7 @@ def derived_values(run: Run, world: int = 1) -> dict[str, str]:
     return {
         **linear,
         "attention": f"{run.attention.kind}{_pattern_words(run.attention)}"
-        + f", context {context:,}, rope base {run.model.rope_base_for(context):,.0f}",
+        + f", context {context:,}, rope base {run.model.rope_theta_for(context):,.0f}",
         "batch": f"{train.global_batch} = micro {train.micro_batch} × accumulation "
         f"{train.global_batch // (train.micro_batch * data_ranks)} × data-parallel {data_ranks}",
         "tokens": f"{tokens:,} a step × {train.steps:,} steps = {tokens * train.steps:,}",

@@ -118,7 +118,7 @@ def drill(
     """Break the run `faults` times on `nproc` processes of this machine."""
     if faults < 1 or nproc < 1:
         raise UserError(f"--faults and --nproc must be at least 1, got {faults} and {nproc}")
-    fixed = ["track.log_every=1", "track.prompt=", f"train.hang_s={HANG_S}"]
+    fixed = ["track.log_every=1", "track.prompt=", f"train.hang_timeout_s={HANG_S}"]
     run = load_run(file, [*overrides, *fixed], builtin=builtin, world=nproc)
     if run.checkpoint.every < 2 or run.train.steps < 2 * run.checkpoint.every:
         raise UserError(

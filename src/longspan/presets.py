@@ -20,12 +20,12 @@ _TINY: _Branches = {"segment_lengths": (256, 1024, 4096), "dilation_rates": (1, 
 
 # 50304 is GPT-2's 50257 words rounded up to a multiple of 64.
 MODELS: dict[str, dict[str, Any]] = {
-    "tiny": {"layers": 2, "hidden": 128, "heads": 4, "vocab": 256, "tied": True},
-    "125m": {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50304, "tied": True},
-    "350m": {"layers": 24, "hidden": 1024, "heads": 16, "vocab": 50304, "tied": True},
-    "1.3b": {"layers": 24, "hidden": 2048, "heads": 32, "vocab": 50304, "tied": True},
-    "7b": {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 50304, "tied": False},
-    "13b": {"layers": 40, "hidden": 5120, "heads": 40, "vocab": 50304, "tied": False},
+    "tiny": {"layers": 2, "hidden": 128, "heads": 4, "vocab": 256, "tie_embeddings": True},
+    "125m": {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50304, "tie_embeddings": True},
+    "350m": {"layers": 24, "hidden": 1024, "heads": 16, "vocab": 50304, "tie_embeddings": True},
+    "1.3b": {"layers": 24, "hidden": 2048, "heads": 32, "vocab": 50304, "tie_embeddings": True},
+    "7b": {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 50304, "tie_embeddings": False},
+    "13b": {"layers": 40, "hidden": 5120, "heads": 40, "vocab": 50304, "tie_embeddings": False},
 }
 
 BRANCHES: dict[str, _Branches] = {

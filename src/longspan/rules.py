@@ -157,10 +157,10 @@ def _train_rules(train: Train) -> list[Problem]:
 
 
 def _initial_rules(model: Model, train: Train) -> list[Problem]:
-    if not train.initial or model.linear == "dense":
+    if not train.init_from or model.linear == "dense":
         return []
     message = 'holds dense layers: train with model.linear = "dense", then use longspan sketch'
-    return [Problem("train.initial", message)]
+    return [Problem("train.init_from", message)]
 
 
 def _recall_rules(model: Model, data: Data) -> list[Problem]:
@@ -231,13 +231,15 @@ def _pipeline_problems(
             'backward pass of a function in Python apart: use "interleaved"'
         )
         problems.append(Problem("layout.schedule", message))
-    chooses = train.remat == "selective" or (train.remat == "full" and ranks["sequence"] > 1)
+    chooses = train.activation_checkpointing == "selective" or (
+        train.activation_checkpointing == "full" and ranks["sequence"] > 1
+    )
     if layout.schedule == "zbv" and chooses:
         message = (
-            f'is "{train.remat}", and what it keeps schedule "zbv" would need twice: use '
+            f'is "{train.activation_checkpointing}", and what it keeps schedule "zbv" would need twice: use '
             f'"{"none" if ranks["sequence"] > 1 else "full"}"'
         )
-        problems.append(Problem("train.remat", message))
+        problems.append(Problem("train.activation_checkpointing", message))
     if layout.schedule == "zbv" and train.compile is True:
         message = 'has no part in schedule "zbv", which takes backward passes apart: use false'
         problems.append(Problem("train.compile", message))
@@ -266,28 +268,30 @@ def _layout_rules(
         for key in ("heads", "kv_heads", "ffn", "vocab")
         if getattr(model, key) % ranks["tensor"]
     ]
-    if ranks["tensor"] > 1 and layout.split_norms and model.linear != "dense":
+    if ranks["tensor"] > 1 and layout.megatron_sequence_parallel and model.linear != "dense":
         message = f'has no use with model.linear = "{model.linear}", which splits by features'
-        problems_found.append(Problem("layout.split_norms", f"{message}: use false"))
+        problems_found.append(Problem("layout.megatron_sequence_parallel", f"{message}: use false"))
     if layout.zero == 0 and ranks["sequence"] > 1:
         message = "is 0, and the ranks of a sequence share parameters: use 1, 2 or 3"
         problems_found.append(Problem("layout.zero", message))
     tokens = data.context // ranks["sequence"]
-    if layout.split_norms and ranks["tensor"] > 1 and tokens % ranks["tensor"]:
+    if layout.megatron_sequence_parallel and ranks["tensor"] > 1 and tokens % ranks["tensor"]:
         message = (
-            f"with split_norms, {ranks['tensor']} does not divide the {tokens} tokens of a rank: "
-            "change data.context, or split_norms = false"
+            f"with megatron_sequence_parallel, {ranks['tensor']} does not divide the {tokens} tokens of a rank: "
+            "change data.context, or megatron_sequence_parallel = false"
         )
         problems_found.append(Problem("layout.tensor", message))
-    if layout.compress != "none" and not 1 < ranks["replicate"] == world:
-        message = f'"{layout.compress}" has a use with layout.replicate alone: use "none"'
-        problems_found.append(Problem("layout.compress", message))
+    if layout.gradient_compression != "none" and not 1 < ranks["replicate"] == world:
+        message = (
+            f'"{layout.gradient_compression}" has a use with layout.replicate alone: use "none"'
+        )
+        problems_found.append(Problem("layout.gradient_compression", message))
     if train.precision == "fp16" and ranks["tensor"] > 1:
         message = '"fp16" with layout.tensor is not there yet: use "bf16"'
         problems_found.append(Problem("train.precision", message))
-    if train.precision == "fp16" and layout.compress == "powersgd":
+    if train.precision == "fp16" and layout.gradient_compression == "powersgd":
         message = '"powersgd" would keep the overflows that "fp16" steps over: use "none"'
-        problems_found.append(Problem("layout.compress", message))
+        problems_found.append(Problem("layout.gradient_compression", message))
     if layout.offload and ranks["shard"] * ranks["sequence"] == 1:
         message = "is of sharded parameters, and there are none: use false, or layout.shard > 1"
         problems_found.append(Problem("layout.offload", message))
@@ -330,8 +334,10 @@ def _engine_rules(engine: Engine, layout: Layout, train: Train, world: int) -> l
             else ""
         )
         problems.append(Problem("layout.offload", message))
-    if layout.compress != "none":
-        problems.append(Problem("layout.compress", 'is the native engine\'s: use "none"'))
+    if layout.gradient_compression != "none":
+        problems.append(
+            Problem("layout.gradient_compression", 'is the native engine\'s: use "none"')
+        )
     if name == "accelerate" and ranks["shard"] > 1 and engine.mode == "plain":
         message = f'"plain" has copies only, and layout.shard is {ranks["shard"]}: use "fsdp2", or'
         problems.append(Problem("engine.mode", f"{message} layout.zero = 0"))

@@ -27,7 +27,7 @@ else:
 
 ONE_PROCESS = [
     *[f"layout.{axis}=1" for axis in AXES],
-    "layout.compress=none",
+    "layout.gradient_compression=none",
     "layout.offload=false",
     "engine.name=native",
 ]

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from longspan.attention import BlockSparse, Dense, Dilated, KVCache, Pattern, attend
-from tests.attention.test_operator import HEADS, PATTERNS, random_qkv
+from tests.attention.test_functional import HEADS, PATTERNS, random_qkv
 
 
 @settings(max_examples=60, deadline=None)

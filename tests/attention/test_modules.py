@@ -105,8 +105,8 @@ def test_patterns_as_modules() -> None:
     dilated = DilatedAttention([4, 8], [1, 2], softmax_scale=0.2)
     expected = attend(q, k, v, Dilated((4, 8), (1, 2)), is_causal=False, scale=0.2)
     assert torch.equal(dilated(q, k, v), expected)
-    sparse = BlockSparseAttention(4, local_window=4, sparsity=0.3, seed=2)
-    pattern = BlockSparse(4, local_window=4, sparsity=0.3, seed=2)
+    sparse = BlockSparseAttention(4, local_window=4, density=0.3, seed=2)
+    pattern = BlockSparse(4, local_window=4, density=0.3, seed=2)
     assert torch.equal(sparse(q, k, v, is_causal=True), attend(q, k, v, pattern))
     assert "BlockSparse(block_size=4" in repr(sparse)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from longspan.attention import BlockSparse, Dense, Dilated, Pattern, pattern_of
 from longspan.config import Attention
-from tests.attention.test_operator import PATTERNS
+from tests.attention.test_functional import PATTERNS
 
 
 @settings(max_examples=100, deadline=None)
@@ -71,17 +71,17 @@ def test_block_sparse_keeps_what_it_says() -> None:
     assert kept(stride=3)[4] == ".x..x."
 
 
-@pytest.mark.parametrize("sparsity", [0.1, 0.5])
-def test_sparsity_is_the_fraction_of_blocks_kept(sparsity: float) -> None:
+@pytest.mark.parametrize("density", [0.1, 0.5])
+def test_sparsity_is_the_fraction_of_blocks_kept(density: float) -> None:
     index = torch.arange(200)
-    pattern = BlockSparse(16, sparsity=sparsity, seed=3)
+    pattern = BlockSparse(16, density=density, seed=3)
     blocks = pattern.blocks(index, index)
     off_diagonal = ~torch.eye(200, dtype=torch.bool)
-    assert blocks[off_diagonal].double().mean().item() == pytest.approx(sparsity, abs=0.01)
+    assert blocks[off_diagonal].double().mean().item() == pytest.approx(density, abs=0.01)
     # Rows and columns are alike, seeds are not, and a prefix has the prefix of the mask.
     for dim in (0, 1):
-        assert blocks.double().mean(dim).std().item() < 2 * (sparsity / 200) ** 0.5
-    other = BlockSparse(16, sparsity=sparsity, seed=4).blocks(index, index)
+        assert blocks.double().mean(dim).std().item() < 2 * (density / 200) ** 0.5
+    other = BlockSparse(16, density=density, seed=4).blocks(index, index)
     assert (blocks == other)[off_diagonal].double().mean().item() < 0.95
     assert torch.equal(pattern.blocks(index[:50], index[:50]), blocks[:50, :50])
 
@@ -91,7 +91,7 @@ def test_sparsity_is_the_fraction_of_blocks_kept(sparsity: float) -> None:
     [
         ({"block_size": 0}, "block_size must be at least 1, got 0"),
         ({"block_size": 8, "local_window": 20}, "multiple of block_size = 8, got 20: use 16"),
-        ({"block_size": 8, "sparsity": 1.5}, "0 to 1, got 1.5"),
+        ({"block_size": 8, "density": 1.5}, "0 to 1, got 1.5"),
         ({"block_size": 8, "stride": -1}, "stride must be at least 0"),
     ],
 )

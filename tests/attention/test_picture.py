@@ -26,7 +26,7 @@ def test_text_shows_segments_dilation_and_overlap() -> None:
 
 
 def test_svg_has_a_cell_for_every_pair_that_is_seen() -> None:
-    pattern = BlockSparse(4, local_window=8, sparsity=0.2)
+    pattern = BlockSparse(4, local_window=8, density=0.2)
     drawn = picture_svg(pattern, 16, is_causal=False)
     root = ElementTree.fromstring(drawn)
     cells = {(int(r.get("y", 0)) // 6, int(r.get("x", 0)) // 6) for r in root if r.get("x")}

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from longspan.attention import Dilated, Heads, Shards
-from longspan.attention.exchange import outer_rows
+from longspan.attention.context_parallel.kv_exchange import outer_rows
 from longspan.benchmarks import exchange
 from longspan.benchmarks.exchange import balance, plan_everywhere
 from longspan.cli import main

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from longspan.benchmarks import linear
 from longspan.cli import main
-from longspan.nn import SKLinear
+from longspan.sketching import SKLinear
 
 TINY = ["bench", "linear", "--tokens", "32", "--sizes"]
 

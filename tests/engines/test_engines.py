@@ -43,7 +43,7 @@ OPTIONS = [
     "train.warmup=2",
     "train.lr=0.01",
     "train.eps=1e-6",
-    "train.clip=0.5",
+    "train.grad_clip=0.5",
     "train.schedule=constant",
     "train.global_batch=8",
     "train.micro_batch=2",  # two micro-batches on each of two ranks
@@ -64,8 +64,12 @@ CASES = {
     "zero 1, offloaded": [*DEEPSPEED, "layout.zero=1", OFFLOADED[0]],
     "zero 2, offloaded": [*DEEPSPEED, "layout.zero=2", OFFLOADED[0], "engine.overlap_comm=true"],
     "zero 3, offloaded": [*DEEPSPEED, "layout.zero=3", *OFFLOADED],
-    "zero 3, activations anew": [*DEEPSPEED, "layout.zero=3", "train.remat=full"],
-    "zero 2, some anew": [*DEEPSPEED, "layout.zero=2", "train.remat=selective"],
+    "zero 3, activations anew": [
+        *DEEPSPEED,
+        "layout.zero=3",
+        "train.activation_checkpointing=full",
+    ],
+    "zero 2, some anew": [*DEEPSPEED, "layout.zero=2", "train.activation_checkpointing=selective"],
     "accelerate": ["engine.name=accelerate", "layout.zero=0"],
 }
 CHAIN = [

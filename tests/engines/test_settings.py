@@ -24,7 +24,7 @@ SMALL = [
     "data.recall_pairs=4",
     "train.global_batch=8",
     "train.micro_batch=2",
-    "train.clip=0.5",
+    "train.grad_clip=0.5",
 ]
 
 

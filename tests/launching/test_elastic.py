@@ -21,7 +21,7 @@ from longspan.faults import FAULT, LOG
 from longspan.runfile import dump_run
 from longspan.training import train
 from tests.launching.test_local import SMALL, is_alive, wait_until
-from tests.parallel.test_placement import run_of
+from tests.parallel.test_apply import run_of
 
 FIXED = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 SOON = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3,join_timeout=60"
@@ -111,7 +111,7 @@ def test_killed_workers_are_replaced_and_a_killed_agent_takes_its_own_along(
 ) -> None:
     """Rank 1 is killed in the third step of every start; then the agent is."""
     run_dir = tmp_path / "run"
-    run = ["train.schedule=constant", "checkpoint.every=2", "checkpoint.asynchronous=false"]
+    run = ["train.schedule=constant", "checkpoint.every=2", "checkpoint.async_save=false"]
     options = ["--nproc-per-node", "2", "--max-restarts", "9", "--standalone"]
     fault = {FAULT: "kill@step:1:3", LOG: str(tmp_path / "fault")}
     agents.append(torchrun(run_dir, options, [*run, "train.steps=6"], **fault))
@@ -136,7 +136,7 @@ def test_fewer_nodes_go_on_and_one_that_comes_back_joins(
     options = ["--nnodes", "1:2", "--nproc-per-node", "1", "--max-restarts", "9", *where]
     options += ["--rdzv-id", "a-run", "--rdzv-conf", SOON, "--local-addr", "127.0.0.1"]
     run = ["train.steps=1000000", "train.schedule=constant", "track.log_every=1"]
-    run += ["checkpoint.every=5", "train.hang_s=20"]
+    run += ["checkpoint.every=5", "train.hang_timeout_s=20"]
     slow = {FAULT: "slow@step:0:1", LOG: str(tmp_path / "fault")}
 
     def join() -> subprocess.Popen[bytes]:

@@ -193,7 +193,16 @@ def test_a_broken_environment_is_told(
 @pytest.mark.parametrize(("action", "point"), [("stop", "data"), ("stop", "gradient norm")])
 def test_a_hang_ends_and_names_the_rank(tmp_path: Path, action: str, point: str) -> None:
     """Rank 1 stands still; rank 0, which waits for it, says so."""
-    command = [sys.executable, "-m", "longspan", "train", *SMALL, "--nproc", "2", "train.hang_s=8"]
+    command = [
+        sys.executable,
+        "-m",
+        "longspan",
+        "train",
+        *SMALL,
+        "--nproc",
+        "2",
+        "train.hang_timeout_s=8",
+    ]
     environment = {**os.environ, FAULT: f"{action}@{point}:1:4", LOG: str(tmp_path / "fault")}
     done = subprocess.run(
         [*command, "train.steps=1000000", "--run-dir", str(tmp_path / "run")],
@@ -209,7 +218,7 @@ def test_a_hang_ends_and_names_the_rank(tmp_path: Path, action: str, point: str)
     assert "in train_step" in done.stderr  # what rank 0 is doing
 
 
-SAVED = ["train.steps=6", "checkpoint.every=2", "checkpoint.asynchronous=false"]
+SAVED = ["train.steps=6", "checkpoint.every=2", "checkpoint.async_save=false"]
 
 
 def test_a_run_is_started_again_as_often_as_asked(
@@ -249,7 +258,7 @@ def test_what_would_fail_again_is_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(POISON, "3,4,5,6,7,8")
-    bad = ["train.bad_steps=2", "train.rollbacks=0", "track.log_every=1"]
+    bad = ["train.max_skipped_steps=2", "train.max_rollbacks=0", "track.log_every=1"]
     where = ["--nproc", "2", "--restarts", "2", "--run-dir", str(tmp_path / "run")]
     assert main(["train", *SMALL, *SAVED, *bad, *where]) == 1
     error = capfd.readouterr().err

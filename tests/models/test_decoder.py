@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from longspan.config import Model
 from longspan.models import build_decoder, count_parameters, flops_per_sample, new_decoder
 from longspan.models.decoder import Decoder
-from longspan.nn import report
 from longspan.runfile import load_run, parse_run
+from longspan.sketching import report
 
 TINY = ["model.hidden=32", "model.heads=4", "data.context=64"]
 
@@ -36,13 +36,13 @@ def test_presets_have_the_size_they_are_named_for(preset: str, low: float, high:
     # Published formula: 3hf + (2 + 2k/a)h² a layer, embeddings, and 2 norms a layer and one more.
     h, f, layers = model.hidden, model.ffn, model.layers
     formula = layers * (3 * h * f + 4 * h * h + 2 * h) + h
-    formula += (1 if model.tied else 2) * model.vocab * h
+    formula += (1 if model.tie_embeddings else 2) * model.vocab * h
     assert count == formula
 
 
 @pytest.mark.parametrize(
     "options",
-    [[], ["model.tied=false"], ["model.kv_heads=2"], ["model.sub_layer_norm=true"]],
+    [[], ["model.tie_embeddings=false"], ["model.kv_heads=2"], ["model.sub_layer_norm=true"]],
     ids=["plain", "untied", "grouped", "sub-layer-norm"],
 )
 def test_loss_equals_plain_cross_entropy_of_its_logits(options: list[str]) -> None:
@@ -62,7 +62,7 @@ def test_loss_equals_plain_cross_entropy_of_its_logits(options: list[str]) -> No
     [
         ["attention.kind=dense"],
         ["attention.kind=dilated"],
-        ["attention.kind=block_sparse", "attention.block_size=8", "attention.sparsity=0.5"],
+        ["attention.kind=block_sparse", "attention.block_size=8", "attention.density=0.5"],
     ],
 )
 def test_the_future_does_not_move_the_past(attention: list[str]) -> None:
@@ -164,7 +164,7 @@ def test_sketched_layers_begin_as_large_as_dense_ones() -> None:
 @pytest.mark.parametrize("tied", [True, False])
 def test_flops_are_those_that_torch_counts(tied: bool) -> None:
     """Of matrices, forward; of attention on a CPU it counts nothing."""
-    run = load_run(None, [*TINY, f"model.tied={str(tied).lower()}"])
+    run = load_run(None, [*TINY, f"model.tie_embeddings={str(tied).lower()}"])
     model = build_decoder(run, torch.device("cpu"))
     tokens = torch.zeros(1, run.data.context, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, torch.no_grad():

@@ -34,8 +34,8 @@ def test_scores_depend_on_distance_only() -> None:
 def test_base_suits_the_context() -> None:
     model = Model(hidden=1024, heads=8)  # head_dim 128
     for context in (4096, 131_072, 1_048_576):
-        base = model.rope_base_for(context)
+        base = model.rope_theta_for(context)
         slowest = context * base ** (-126 / 128)
         assert slowest <= 0.25 + 1e-9
-    assert 5e5 < model.rope_base_for(131_072) < 1e6
-    assert Model(rope_base=123.0).rope_base_for(4096) == 123.0
+    assert 5e5 < model.rope_theta_for(131_072) < 1e6
+    assert Model(rope_theta=123.0).rope_theta_for(4096) == 123.0

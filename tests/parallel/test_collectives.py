@@ -29,7 +29,7 @@ SMALL = [
     "train.precision=fp32",
     "train.device=cpu",
     "train.compile=false",
-    "train.clip=0",
+    "train.grad_clip=0",
 ]
 
 
@@ -124,7 +124,7 @@ WAYS = {
 def test_sequence(ranks: Ranks, way: str, remat: str) -> None:
     """Activations that are computed again do not travel again."""
     world, overrides, per_block = WAYS[way]
-    options = [f"layout.sequence={world}", f"train.remat={remat}", *overrides]
+    options = [f"layout.sequence={world}", f"train.activation_checkpointing={remat}", *overrides]
     counts = ranks.run(collectives_of_a_step, world, options)[0]
     found = sum(n for name, n in counts.items() if name.startswith("gloo:all_to_all"))
     assert found == per_block * LAYERS

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor
 
 from longspan.config import Run
 from longspan.data import open_source
+from longspan.device import autocast
 from longspan.engines import Native
 from longspan.models import count_parameters
 from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.runfile import load_run
-from longspan.training.device import autocast
 from longspan.training.guard import Guard
 from longspan.training.loop import train_step
 from longspan.training.state import State
@@ -36,7 +36,7 @@ OPTIONS = [
     "train.precision=fp32",
     "train.device=cpu",
     "train.compile=false",
-    "train.remat=full",  # few activations, which are not what is measured
+    "train.activation_checkpointing=full",  # few activations, which are not what is measured
 ]
 
 
@@ -98,7 +98,7 @@ def test_bytes_per_parameter(ranks: Ranks, kind: str, d: int) -> None:
 
 def kept_weights(rank: int, world: int, zero: int) -> int:
     """Bytes of weights that wait for the backward pass as a forward pass in 16 bits ends."""
-    options = [f"layout.zero={zero}", "train.precision=bf16", "train.remat=none"]
+    options = [f"layout.zero={zero}", "train.precision=bf16", "train.activation_checkpointing=none"]
     run, device = run_of(world, options), torch.device("cpu")
     source = open_source(run.data, run.model)
     with placement(run.layout, World(rank, world, rank), device) as placed:

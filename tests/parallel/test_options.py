@@ -13,7 +13,7 @@ from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.training import train
 from tests.harness import Ranks
-from tests.parallel.test_placement import assert_same_run, run_of, train_rank, trained
+from tests.parallel.test_apply import assert_same_run, run_of, train_rank, trained
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_offloading_changes_nothing(ranks: Ranks, alone: Path, tmp_path: Path, z
 def test_compressed_gradients_lead_nearly_the_same_way(
     ranks: Ranks, alone: Path, tmp_path: Path, compress: str, most: float
 ) -> None:
-    overrides = ["layout.replicate=2", "layout.shard=1", f"layout.compress={compress}"]
+    overrides = ["layout.replicate=2", "layout.shard=1", f"layout.gradient_compression={compress}"]
     if compress == "powersgd":  # which starts after ten exact steps
         overrides.append("train.steps=15")
         alone = tmp_path / "alone"

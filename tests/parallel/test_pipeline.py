@@ -9,8 +9,8 @@ import torch
 
 from longspan.models import new_decoder
 from longspan.parallel.pipeline import Pipelined
+from longspan.parallel.pipeline_schedule import bubble, simple_order, split_layers, stage_costs
 from longspan.parallel.placement import placement
-from longspan.parallel.stages import bubble, simple_order, split_layers, stage_costs
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from tests.harness import Ranks

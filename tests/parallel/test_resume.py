@@ -18,7 +18,7 @@ from longspan.training import train
 from longspan.training.guard import Guard
 from longspan.training.state import State, resume_key
 from tests.harness import Ranks
-from tests.parallel.test_placement import run_of
+from tests.parallel.test_apply import run_of
 
 LAYOUTS = {
     "one": (1, []),
@@ -33,7 +33,7 @@ SMALL = [
     "train.global_batch=4",
     "model.layers=4",
     "model.ffn=54",  # does not split evenly over two times two
-    "model.tied=true",
+    "model.tie_embeddings=true",
 ]
 
 

@@ -16,7 +16,7 @@ from longspan.training import loop, train
 from longspan.training.guard import Guard
 from longspan.training.state import State
 from tests.harness import Ranks
-from tests.parallel.test_placement import run_of
+from tests.parallel.test_apply import run_of
 
 SHORT = ["train.global_batch=2", "model.layers=1", "train.schedule=constant", "checkpoint.keep=99"]
 
@@ -81,7 +81,7 @@ def test_a_step_that_is_no_number_changes_nothing(tmp_path: Path, optimizer: str
     assert found[2]["grad_norm"] is None
 
 
-ROLLED = ["train.steps=7", "checkpoint.every=2", "train.bad_steps=3"]
+ROLLED = ["train.steps=7", "checkpoint.every=2", "train.max_skipped_steps=3"]
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, []), (2, ["layout.zero=3"])])
@@ -119,7 +119,12 @@ def test_samples_left_out_are_passed_over() -> None:
 
 
 def test_it_ends_where_going_back_does_not_help(tmp_path: Path) -> None:
-    options = ["train.steps=9", "checkpoint.every=2", "train.bad_steps=2", "train.rollbacks=1"]
+    options = [
+        "train.steps=9",
+        "checkpoint.every=2",
+        "train.max_skipped_steps=2",
+        "train.max_rollbacks=1",
+    ]
     with pytest.raises(Diverged, match=r"after 1 ways back: lower train\.lr"):
         train_poisoned(0, 1, str(tmp_path), options, set(range(6, 99)), torch.nan)
     with pytest.raises(Diverged, match="and no checkpoint to go back to"):

@@ -16,7 +16,8 @@ from longspan.config import Run
 from longspan.data.build import build
 from longspan.errors import Diverged, UserError
 from longspan.runfile import load_run
-from longspan.training import Result, load_trained, train
+from longspan.trained import load_trained
+from longspan.training import Result, train
 
 SMALL = [
     "model.hidden=32",
@@ -193,8 +194,8 @@ def test_compiled_blocks_give_the_same_losses(shards: Path, tmp_path: Path) -> N
 def test_clipping_bounds_the_step_and_reports_the_norm_before_it(
     shards: Path, tmp_path: Path
 ) -> None:
-    train(small_run(shards, "train.steps=1", "train.clip=0"), tmp_path / "free")
-    train(small_run(shards, "train.steps=1", "train.clip=0.01"), tmp_path / "clipped")
+    train(small_run(shards, "train.steps=1", "train.grad_clip=0"), tmp_path / "free")
+    train(small_run(shards, "train.steps=1", "train.grad_clip=0.01"), tmp_path / "clipped")
     free, clipped = (metrics(tmp_path / name)[0]["grad_norm"] for name in ("free", "clipped"))
     assert free == clipped > 0.01
     moments = [
@@ -210,7 +211,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_never_saved(
     shards: Path, tmp_path: Path, log_every: int
 ) -> None:
     # With log_every 1000 the first checkpoint is due long before the first line of metrics.
-    options = ["train.steps=50", "train.lr=1e30", "train.warmup=0", "train.clip=0"]
+    options = ["train.steps=50", "train.lr=1e30", "train.warmup=0", "train.grad_clip=0"]
     options += [f"track.log_every={log_every}", "checkpoint.every=7"]
     with pytest.raises(Diverged, match=r"lower train\.lr"):
         train(small_run(shards, *options), tmp_path / "run")
@@ -218,7 +219,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_never_saved(
 
 
 def test_weights_that_overflow_in_the_last_step_are_not_saved(shards: Path, tmp_path: Path) -> None:
-    options = ["train.steps=1", "train.lr=1e38", "train.warmup=0", "train.clip=0"]
+    options = ["train.steps=1", "train.lr=1e38", "train.warmup=0", "train.grad_clip=0"]
     with pytest.raises(Diverged, match="weights are not finite"):
         train(small_run(shards, *options), tmp_path / "run")
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
@@ -238,7 +239,7 @@ def test_resume_refuses_other_data_and_another_model(shards: Path, tmp_path: Pat
         ("train.seed=5", r"train.seed was 0\n +train.seed is  5"),
         ("model.hidden=64", r"model.hidden was 32\n +model.hidden is  64"),
         ("model.heads=4", r"model.heads was 2\n +model.heads is  4"),  # of equal shapes
-        ("model.rope_base=123.0", r"model.rope_base was None\n +model.rope_base is  123"),
+        ("model.rope_theta=123.0", r"model.rope_theta was None\n +model.rope_theta is  123"),
         ("attention.dilation_rates=[1,2]", "attention.dilation_rates"),
     ]:
         with pytest.raises(UserError, match=message):

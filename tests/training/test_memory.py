@@ -14,10 +14,10 @@ from longspan.config import Run
 from longspan.errors import OutOfMemory
 from longspan.training import train
 from longspan.training.memory import changes, halved, is_out_of_memory, wanted_bytes
-from tests.parallel.test_placement import run_of
+from tests.parallel.test_apply import run_of
 
 BATCH = ["train.steps=4", "train.global_batch=8", "train.micro_batch=4", "track.log_every=1"]
-SAVED = ["checkpoint.every=2", "checkpoint.asynchronous=false"]
+SAVED = ["checkpoint.every=2", "checkpoint.async_save=false"]
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -73,8 +73,17 @@ def test_only_what_is_not_yet_done_is_proposed() -> None:
     found = proposed(run_of(1, *BATCH))
     assert found["train.micro_batch=2"] == 500
     assert found["train.optimizer=adamw8bit"] == 60
-    assert 0 < found["train.remat=selective"] < found["train.remat=full"] < 1000
-    saving = ["train.micro_batch=1", "train.remat=full", "train.optimizer=adamw8bit"]
+    assert (
+        0
+        < found["train.activation_checkpointing=selective"]
+        < found["train.activation_checkpointing=full"]
+        < 1000
+    )
+    saving = [
+        "train.micro_batch=1",
+        "train.activation_checkpointing=full",
+        "train.optimizer=adamw8bit",
+    ]
     left = proposed(run_of(1, *BATCH, *saving, "train.offload_activations=true"))
     assert list(left) == ["twice the ranks of layout.shard"]
     sharded = changes(held, run_of(2, *BATCH), 2)

@@ -18,7 +18,7 @@ from longspan.parallel.world import World
 from longspan.training import train
 from longspan.training.stopping import Requests
 from tests.harness import Ranks
-from tests.parallel.test_placement import run_of
+from tests.parallel.test_apply import run_of
 
 SHORT = ["train.steps=6", "train.global_batch=2", "model.layers=1", "train.schedule=constant"]
 EVERY = "checkpoint.every=2"
@@ -39,7 +39,7 @@ def checkpoints(run_dir: Path) -> list[str]:
 
 def test_behind_the_training_the_same_bytes_are_written(tmp_path: Path) -> None:
     train_here(tmp_path / "behind")
-    train_here(tmp_path / "at-once", "checkpoint.asynchronous=false")
+    train_here(tmp_path / "at-once", "checkpoint.async_save=false")
     for step in (4, 6):
         assert files_of(tmp_path / "behind", step) == files_of(tmp_path / "at-once", step)
     assert checkpoints(tmp_path / "behind") == ["step-00000004", "step-00000006"]
@@ -49,7 +49,7 @@ def test_behind_the_training_the_same_bytes_are_written(tmp_path: Path) -> None:
 def test_from_a_gpu_the_same_bytes_are_written_and_resumed(tmp_path: Path) -> None:
     gpu = ["train.device=cuda", "train.precision=bf16"]
     train_here(tmp_path / "behind", *gpu)
-    train_here(tmp_path / "at-once", *gpu, "checkpoint.asynchronous=false")
+    train_here(tmp_path / "at-once", *gpu, "checkpoint.async_save=false")
     for step in (4, 6):
         assert files_of(tmp_path / "behind", step) == files_of(tmp_path / "at-once", step)
     shutil.rmtree(tmp_path / "behind" / "checkpoints" / "step-00000006")
@@ -344,7 +344,7 @@ def test_the_history_tells_what_a_failure_lost(
 
     monkeypatch.setattr(loop, "train_step", step)
     with pytest.raises(RuntimeError, match="a fault"):
-        train_here(tmp_path / "run", "track.log_every=100", "checkpoint.asynchronous=false")
+        train_here(tmp_path / "run", "track.log_every=100", "checkpoint.async_save=false")
     monkeypatch.undo()
     train_here(tmp_path / "run", resume=True)
     lines = [json.loads(x) for x in (tmp_path / "run" / "history.jsonl").read_text().splitlines()]

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longspan.attention.masked import Mask, masked_attention
-from longspan.attention.operator import attend
+from longspan.attention.functional import attend
 from longspan.attention.pattern import Pattern
+from longspan.attention.reference import Mask, masked_attention
 
 
 class KVCache:

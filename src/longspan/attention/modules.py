@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.functional import linear
 
-from longspan.attention.operator import attend
+from longspan.attention.context_parallel.sharded import attend_sharded
+from longspan.attention.functional import attend
 from longspan.attention.pattern import BlockSparse, Dilated, Pattern
-from longspan.attention.sharded import attend_sharded
 
 
 class PatternAttention(nn.Module):
@@ -111,14 +111,14 @@ class BlockSparseAttention(PatternAttention):
         local_window: int = 0,
         global_tokens: int = 0,
         stride: int = 0,
-        sparsity: float = 0.0,
+        density: float = 0.0,
         seed: int = 0,
         dropout: float = 0.0,
         softmax_scale: float | None = None,
         sequence_parallel: ProcessGroup | None = None,
     ) -> None:
         super().__init__(
-            BlockSparse(block_size, local_window, global_tokens, stride, sparsity, seed),
+            BlockSparse(block_size, local_window, global_tokens, stride, density, seed),
             dropout=dropout,
             softmax_scale=softmax_scale,
             sequence_parallel=sequence_parallel,

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longspan.attention.chance import uniform
 from longspan.attention.pattern import Pattern
+from longspan.hashing import uniform
 
 
 def attend_oracle(

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.attention.chance import uniform
 from longspan.config import Attention, block_problem, branch_problems
+from longspan.hashing import uniform
 
 
 class Pattern(ABC):
@@ -100,14 +100,14 @@ class BlockSparse(Pattern):
     - `local_window` tokens: |i − j| < local_window / b
     - `global_tokens`: j < global_tokens / b (all see them), or i < global_tokens / b (they see all)
     - `stride`: i ≡ j (mod stride), in blocks
-    - `sparsity`: a fraction of all blocks, drawn one by one from a hash of (seed, i, j)
+    - `density`: a fraction of all blocks, drawn one by one from a hash of (seed, i, j)
     """
 
     block_size: int
     local_window: int = 0
     global_tokens: int = 0
     stride: int = 0
-    sparsity: float = 0.0
+    density: float = 0.0
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -122,10 +122,8 @@ class BlockSparse(Pattern):
                 raise ValueError(f"{name} {problem}")
         if self.stride < 0:
             raise ValueError(f"stride must be at least 0, in blocks, got {self.stride}")
-        if not 0 <= self.sparsity <= 1:
-            raise ValueError(
-                f"sparsity is the fraction of blocks kept, 0 to 1, got {self.sparsity}"
-            )
+        if not 0 <= self.density <= 1:
+            raise ValueError(f"density is the fraction of blocks kept, 0 to 1, got {self.density}")
 
     def blocks(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
         """Which key blocks each query block keeps, by block index: bool (queries, keys)."""
@@ -135,7 +133,7 @@ class BlockSparse(Pattern):
         kept |= (i < global_blocks) | (j < global_blocks)
         if self.stride:
             kept |= (i - j) % self.stride == 0
-        return kept | (uniform(self.seed, i, j) < self.sparsity)
+        return kept | (uniform(self.seed, i, j) < self.density)
 
     def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
         return self.blocks(queries // self.block_size, keys // self.block_size).long()
@@ -167,7 +165,7 @@ class BlockSparse(Pattern):
         return rows[rows < (stop if is_causal else tokens)]
 
     def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
-        if self.stride or self.sparsity > 0:
+        if self.stride or self.density > 0:
             return torch.ones(len(keys), dtype=torch.bool)  # any block may come up again
         here, block = position // self.block_size, keys // self.block_size
         near = here - block < max(1, self.local_window // self.block_size)
@@ -291,7 +289,7 @@ def pattern_of(attention: Attention) -> Pattern:
             attention.local_window,
             attention.global_tokens,
             attention.stride,
-            attention.sparsity,
+            attention.density,
             attention.block_seed,
         )
     return Dilated(attention.segment_lengths, attention.dilation_rates)

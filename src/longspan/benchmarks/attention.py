@@ -167,7 +167,7 @@ def _block_sparse(setting: Setting, rows: Sequence[Row]) -> list[Row]:
     tokens = min(32768, max(row.tokens for row in rows if row.attention == DENSE))
     contenders: list[tuple[str, Pattern]] = [(DENSE, Dense())]
     for kept in (1.0, 0.5, 0.1):
-        contenders.append((f"{kept:.0%} of blocks", BlockSparse(setting.block_size, sparsity=kept)))
+        contenders.append((f"{kept:.0%} of blocks", BlockSparse(setting.block_size, density=kept)))
     found = [
         _measure(name, pattern, partial(attend, pattern=pattern), tokens, setting)
         for name, pattern in contenders

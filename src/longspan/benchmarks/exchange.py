@@ -36,8 +36,8 @@ from longspan.attention import (
     best_shards,
     choose_way,
 )
-from longspan.attention import ring as ring_module
-from longspan.attention.exchange import outer_rows, rows_seen_elsewhere
+from longspan.attention.context_parallel import ring as ring_module
+from longspan.attention.context_parallel.kv_exchange import outer_rows, rows_seen_elsewhere
 from longspan.errors import UserError
 
 HEAD_DIM = 16

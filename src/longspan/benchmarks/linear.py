@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from longspan.benchmarks.measure import captured, extra_mib, machine, times_of, unwritable
 from longspan.costs import Cost, rank_for
 from longspan.errors import UserError
-from longspan.nn import LowRankLinear, SKLinear
+from longspan.sketching import LowRankLinear, SKLinear
 
 DENSE = "nn.Linear"
 CHECKED_ROWS = 256

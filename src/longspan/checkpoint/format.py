@@ -31,6 +31,8 @@ from longspan.errors import Damaged, UserError, first_problem
 from longspan.faults import reach
 
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"
+"""Where a run's folder holds its checkpoints."""
 ASIDE = "bad-"
 FORMAT: Literal["longspan-checkpoint-2"] = "longspan-checkpoint-2"
 MOST_CELLS = 1 << 20

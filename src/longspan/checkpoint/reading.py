@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
@@ -112,3 +112,15 @@ def load(path: Path, group: str) -> dict[str, Tensor]:
     saved = open_checkpoint(path)
     saved.check(saved.files_of(group))
     return {name: saved.read(f"{group}/{name}") for name in saved.shapes(group)}
+
+
+def check_shapes(shapes: Mapping[str, tuple[int, ...]], saved: Checkpoint) -> None:
+    """Refuse a checkpoint whose weights are not those of `shapes`, by parameter name."""
+    found = saved.shapes("model")
+    for name in sorted(shapes.keys() | found.keys()):
+        if shapes.get(name) != found.get(name):
+            raise UserError(
+                f"the run's model and {saved.path} differ at {name}: the run has "
+                f"{shapes.get(name)}, the checkpoint {found.get(name)}; resume with the [model] it "
+                "was trained with"
+            )

@@ -83,9 +83,9 @@ def train(args: argparse.Namespace) -> None:
 def plan(args: argparse.Namespace) -> None:
     import torch
 
+    from longspan.device import choose_device, resolve
     from longspan.planning import plan
     from longspan.runfile import load_run
-    from longspan.training.device import choose_device, resolve
 
     if args.gpus is not None and args.gpus < 1:
         raise UserError(f"--gpus must be at least 1, got {args.gpus}")
@@ -161,7 +161,7 @@ def drill(args: argparse.Namespace) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    from longspan.training.generation import complete_from_run
+    from longspan.generate import complete_from_run
 
     text = complete_from_run(
         args.run_dir,
@@ -175,9 +175,9 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def sketch(args: argparse.Namespace) -> None:
+    from longspan.sketch_run import convert, open_trained
+    from longspan.sketching.search import Search
     from longspan.training.folder import check_run_folder
-    from longspan.training.sketch_search import Search
-    from longspan.training.sketching import convert, open_trained
 
     if not 0 < args.keep <= 1:
         raise UserError(f"--keep is a share above 0 and at most 1, got {args.keep}")
@@ -276,7 +276,7 @@ def bench_linear(args: argparse.Namespace) -> None:
 
 
 def export(args: argparse.Namespace) -> None:
-    from longspan.training.huggingface import export
+    from longspan.export.huggingface import export
 
     print(export(args.run_dir, args.out, step=args.step))
 
@@ -317,8 +317,8 @@ def config_show(args: argparse.Namespace) -> None:
     if args.deepspeed or args.accelerate:
         import yaml
 
+        from longspan.device import choose_device, resolve
         from longspan.engines.settings import accelerate_settings, deepspeed_settings
-        from longspan.training.device import choose_device, resolve
 
         settled = resolve(run, choose_device(run))
         if args.deepspeed:

@@ -26,9 +26,9 @@ from longspan.engines.protocol import Engine
 from longspan.engines.settings import Settings, mode_of
 from longspan.errors import UserError
 from longspan.models import build_decoder
+from longspan.parallel.activation_checkpointing import rematerialised
 from longspan.parallel.pipeline import Around
 from longspan.parallel.placement import Placement
-from longspan.parallel.remat import rematerialised
 
 TYPES = {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}
 """What Accelerate calls the modes, beside those of plain data parallelism."""

@@ -33,12 +33,12 @@ from longspan.engines.protocol import Judge, Read, Reader
 from longspan.engines.scaling import LossScale
 from longspan.engines.settings import Settings, deepspeed_settings
 from longspan.errors import UserError
-from longspan.models import Decoder, build_decoder, new_decoder
+from longspan.models import Decoder, build_decoder, parameter_shapes
 from longspan.models.decoder import initial_weight
 from longspan.nn import logits_of
+from longspan.parallel.activation_checkpointing import rematerialised
 from longspan.parallel.pipeline import Around
 from longspan.parallel.placement import Placement
-from longspan.parallel.remat import rematerialised
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -70,7 +70,7 @@ class DeepSpeed:
         self._deepspeed = _import(device)
         self._run, self._placed, self._device, self._around = run, placed, device, around
         self._stage: int = settings["zero_optimization"]["stage"]
-        self._shapes = {name: tuple(p.shape) for name, p in new_decoder(run).named_parameters()}
+        self._shapes = parameter_shapes(run)
         for key in ("optimizer", "scheduler"):  # ours
             settings.pop(key, None)
         if self._stage == 0:  # which would clip and not tell the norm
@@ -141,7 +141,7 @@ class DeepSpeed:
             for parameter in self.model.parameters() if self._scale.enabled else ():
                 if parameter.grad is not None:
                     parameter.grad /= self._scale.factor
-            clip = self._run.train.clip or math.inf
+            clip = self._run.train.grad_clip or math.inf
             self._decide(self._placed.clip_gradients(self.model, clip))
         self._engine.step()
         if self._norm is None:  # DeepSpeed skips steps whose gradients are no numbers itself

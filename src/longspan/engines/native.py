@@ -68,7 +68,7 @@ class Native:
 
     def step(self, judge: Judge) -> Tensor:
         self.scaler.unscale_(self.optimizer)
-        norm = self._placed.clip_gradients(self.model, self._run.train.clip or math.inf)
+        norm = self._placed.clip_gradients(self.model, self._run.train.grad_clip or math.inf)
         scales = self.scaler.is_enabled()
         is_bad = judge(norm, overflows=scales)
         if scales:  # which finds out about gradients that are no numbers itself

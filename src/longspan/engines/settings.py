@@ -85,7 +85,7 @@ def _from_run(run: Run, world: int) -> Settings:
         "train_batch_size": train.global_batch,
         "train_micro_batch_size_per_gpu": train.micro_batch,
         "gradient_accumulation_steps": train.global_batch // (train.micro_batch * world),
-        "gradient_clipping": train.clip,
+        "gradient_clipping": train.grad_clip,
         "optimizer": {
             "type": "AdamW",
             "params": {

@@ -6,6 +6,7 @@ from longspan.models.decoder import (
     count_parameters,
     create_model,
     new_decoder,
+    parameter_shapes,
 )
 from longspan.models.flops import flops_per_sample
 
@@ -16,4 +17,5 @@ __all__ = [
     "create_model",
     "flops_per_sample",
     "new_decoder",
+    "parameter_shapes",
 ]

@@ -16,18 +16,16 @@ from longspan.attention import Dense, KVCache, Pattern, attend, pattern_of
 from longspan.config import Model, Run
 from longspan.errors import UserError
 from longspan.nn import (
-    LowRankLinear,
     MakeLinear,
     RMSNorm,
-    SKLinear,
     SwiGLU,
     apply_rope,
     cross_entropy_sum,
     logits_of,
     rope_table,
 )
-from longspan.nn.sketched import low_rank_std, seed_of, sketched_std
 from longspan.runfile import load_run
+from longspan.sketching.layers import LowRankLinear, SKLinear, low_rank_std, seed_of, sketched_std
 
 
 class SelfAttention(nn.Module):
@@ -88,14 +86,16 @@ class Decoder(nn.Module):
     def __init__(self, model: Model, pattern: Pattern, context: int) -> None:
         super().__init__()
         self.head_dim = model.head_dim
-        self.rope_base = model.rope_base_for(context)
+        self.rope_theta = model.rope_theta_for(context)
         self.positions: Tensor | None = None
         """Where in the sequence the tokens stand, where they are a part of one: (tokens,)."""
         self.embedding = nn.Embedding(model.vocab, model.hidden)
         self.blocks = nn.ModuleList(Block(model, pattern, i) for i in range(model.layers))
         self.norm = RMSNorm(model.hidden)
         # A tied model has no head of its own, so that no weight stands in it twice.
-        self.head = None if model.tied else nn.Linear(model.hidden, model.vocab, bias=False)
+        self.head = (
+            None if model.tie_embeddings else nn.Linear(model.hidden, model.vocab, bias=False)
+        )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Summed cross-entropy of tokens (batch, tokens) against targets, −100 for no loss."""
@@ -116,7 +116,7 @@ class Decoder(nn.Module):
         With `caches` the tokens follow those that the caches have seen.
         """
         positions = positions_of(tokens.shape[1], tokens.device, self.positions, caches)
-        rope = rope_table(positions, self.head_dim, self.rope_base)
+        rope = rope_table(positions, self.head_dim, self.rope_theta)
         x_BNC = self.embedding(tokens)
         for index, block in enumerate(self.blocks):
             x_BNC = block(x_BNC, rope, caches[index] if caches else None)
@@ -142,6 +142,11 @@ def new_decoder(run: Run) -> Decoder:
     """The run's model on the meta device: shapes and names, no memory."""
     with torch.device("meta"):
         return Decoder(run.model, pattern_of(run.attention), run.data.context)
+
+
+def parameter_shapes(run: Run) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter of the run's model, by name."""
+    return {name: tuple(p.shape) for name, p in new_decoder(run).named_parameters()}
 
 
 def build_decoder(run: Run, device: torch.device) -> Decoder:

@@ -34,7 +34,13 @@ from longspan.config import Run
 from longspan.models import Decoder
 from longspan.models.decoder import SelfAttention, positions_of
 from longspan.nn import cross_entropy_sum, logits_of, rope_table
-from longspan.parallel.stages import Action, bubble, simple_order, split_layers, stages_of
+from longspan.parallel.pipeline_schedule import (
+    Action,
+    bubble,
+    simple_order,
+    split_layers,
+    stages_of,
+)
 
 SCHEDULES = {
     "gpipe": ScheduleGPipe,
@@ -59,7 +65,7 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(model.blocks[layer] for layer in layers)
         self.norm = model.norm if is_last else None
         self.head = model.head if is_last else None
-        self.head_dim, self.rope_base = model.head_dim, model.rope_base
+        self.head_dim, self.rope_theta = model.head_dim, model.rope_theta
         self.positions, self.around = model.positions, around
 
     def forward(
@@ -72,7 +78,7 @@ class Stage(nn.Module):
         """
         count = x.shape[1] if targets is None else targets.shape[1]
         positions = positions_of(count, x.device, self.positions, caches)
-        rope = rope_table(positions, self.head_dim, self.rope_base)
+        rope = rope_table(positions, self.head_dim, self.rope_theta)
         with self.around():
             if self.embedding is not None:
                 x = self.embedding(x)
@@ -226,7 +232,7 @@ class Pipelined(nn.Module):
         """Add the gradients of the two copies of a tied embedding, on both."""
         first, last = self._owners[0], self._owners[self._last]
         me = self._mesh.get_local_rank()
-        if not self._run.model.tied or me not in (first, last):
+        if not self._run.model.tie_embeddings or me not in (first, last):
             return
         gradients = [
             _own_gradient(module.weight)

@@ -48,21 +48,19 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.nn.parallel import DistributedDataParallel
 
 from longspan.config import Layout, Run
+from longspan.device import DTYPES
 from longspan.models import Decoder
 from longspan.models.decoder import allocate, initial_weight
-from longspan.nn import SKLinear
+from longspan.parallel.activation_checkpointing import rematerialised
+from longspan.parallel.flight_recorder import record_collectives
 from longspan.parallel.pipeline import Around, Pipelined, keep_own_layers
-from longspan.parallel.recorder import record_collectives
-from longspan.parallel.remat import rematerialised
 from longspan.parallel.sequence import shards_of, split_by_sequence
 from longspan.parallel.tensor import split_by_tensor, stream_of
 from longspan.parallel.world import World
+from longspan.sketching import SKLinear
 
 MESH_AXES = ("pipeline", "replicate", "shard", "tensor")
 """From the ranks that talk least to those that talk most, which are neighbours."""
-
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""Of `train.precision`."""
 
 WRAPPER = "_checkpoint_wrapped_module."
 """What torch's checkpoint wrapper puts into the names of parameters."""
@@ -167,7 +165,7 @@ class Placement:
                 init_sync=False,
                 broadcast_buffers=False,  # signs of sketched layers, the same everywhere
             )
-            _compress(copy, run.layout.compress)
+            _compress(copy, run.layout.gradient_compression)
             return copy
         return module
 

@@ -31,7 +31,7 @@ from longspan.attention import Dilated
 from longspan.config import Run
 from longspan.models.decoder import Block, Decoder
 from longspan.nn import RMSNorm
-from longspan.nn.sketched import FactoredLinear
+from longspan.sketching.layers import FactoredLinear
 
 Stream = Literal["whole", "tokens", "features"]
 """How the residual stream (batch, tokens, hidden) is split."""
@@ -46,7 +46,7 @@ def stream_of(run: Run) -> Stream:
     """How the ranks of the tensor axis hold the residual stream."""
     if run.model.linear != "dense":
         return "features"
-    return "tokens" if run.layout.split_norms else "whole"
+    return "tokens" if run.layout.megatron_sequence_parallel else "whole"
 
 
 class ByFeatures(ParallelStyle):

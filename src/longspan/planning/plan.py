@@ -13,7 +13,7 @@ from typing import Any
 from longspan.config import Run, Sketch, derived_values
 from longspan.errors import UserError
 from longspan.models import count_parameters, flops_per_sample
-from longspan.planning.states import States, states_of
+from longspan.planning.memory import States, states_of
 
 GIB = 2**30
 CLASSES = {
@@ -136,7 +136,9 @@ def _forms(run: Run, gpus: int) -> list[Form]:
 def _form(run: Run, gpus: int, linear: str, share: Fraction) -> Form:
     sketch = Sketch(keep=float(share), layers=run.model.sketch.layers)
     model = run.model.model_copy(update={"linear": linear, "sketch": sketch})
-    layout = run.layout.model_copy(update={"split_norms": False})  # which is of dense layers
+    layout = run.layout.model_copy(
+        update={"megatron_sequence_parallel": False}
+    )  # which is of dense layers
     other = run.model_copy(update={"model": model, "layout": layout})
     return Form(
         linear=linear,

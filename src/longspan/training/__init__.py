@@ -1,6 +1,5 @@
-"""The training loop and what it needs: optimizer, schedule, device choice, state."""
+"""The training loop and what it needs: steps, state, saving, guard, watchdog."""
 
 from longspan.training.loop import Result, train
-from longspan.training.state import load_trained
 
-__all__ = ["Result", "load_trained", "train"]
+__all__ = ["Result", "train"]

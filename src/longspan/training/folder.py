@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from longspan.checkpoint import remove_leftovers
+from longspan.checkpoint import CHECKPOINTS, remove_leftovers
 from longspan.config import Run
 from longspan.data import Source
 from longspan.data.tokenizer import TOKENIZER, JsonTokenizer
@@ -15,8 +15,6 @@ from longspan.errors import UserError
 from longspan.files import replace_text
 from longspan.runfile import RUN_FILE, dump_run, saved_run_file
 from longspan.tracking import describe_environment
-
-CHECKPOINTS = "checkpoints"
 
 
 def check_run_folder(run_dir: Path, *, resume: bool) -> None:

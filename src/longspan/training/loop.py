@@ -15,16 +15,20 @@ from textwrap import shorten
 import torch
 from torch import Tensor, nn
 
+from longspan.checkpoint import CHECKPOINTS
 from longspan.config import Run, derived_values
 from longspan.data import Baseline, Sample, Source, batch_of, count_targets, open_source
+from longspan.device import autocast, choose_device, resolve
 from longspan.engines import Reader, open_engine
 from longspan.engines.optimizer import set_learning_rate
 from longspan.errors import Diverged, OutOfMemory, Stopped
+from longspan.export.huggingface import reader_of
 from longspan.faults import is_poisoned, reach
 from longspan.models import count_parameters
+from longspan.models.generation import Predictor, complete, encode_prompt
+from longspan.parallel.activation_checkpointing import offloaded
 from longspan.parallel.pipeline import Pipelined
 from longspan.parallel.placement import Placement, placement
-from longspan.parallel.remat import offloaded
 from longspan.parallel.world import World
 from longspan.tracking import (
     HISTORY,
@@ -35,11 +39,8 @@ from longspan.tracking import (
     goodput,
     lines_of,
 )
-from longspan.training.device import autocast, choose_device, resolve
-from longspan.training.folder import CHECKPOINTS, check_run_folder, open_run_folder
-from longspan.training.generation import Predictor, complete, encode_prompt
+from longspan.training.folder import check_run_folder, open_run_folder
 from longspan.training.guard import Guard
-from longspan.training.huggingface import reader_of
 from longspan.training.memory import explain, is_out_of_memory, leave_hint, with_hint
 from longspan.training.meter import Meter
 from longspan.training.saving import Saver
@@ -84,7 +85,7 @@ def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None 
     while True:
         fitting = with_hint(given, run_dir) if resume else given
         try:
-            with placement(run.layout, world, device, run.train.hang_s) as placed:
+            with placement(run.layout, world, device, run.train.hang_timeout_s) as placed:
                 return _train(fitting, given, run_dir, device, placed, resume=resume)
         except OutOfMemory as error:
             if not leave_hint(fitting, run_dir):
@@ -111,15 +112,15 @@ def _train(
 
     torch.manual_seed(run.train.seed)
     engine = open_engine(run, placed, device, partial(forward_context, run))
-    guard = Guard(run.train.spike, device)
+    guard = Guard(run.train.grad_norm_spike, device)
     state = State(engine, placed, guard)
     trained_with = resume_key(run, source)
     reach("start")
     saved = newest_good(run_dir / CHECKPOINTS, placed) if resume else None
     if saved:
         state.restore(saved, run, trained_with)
-    elif run.train.initial:
-        engine.load_weights(reader_of(Path(run.train.initial), run))
+    elif run.train.init_from:
+        engine.load_weights(reader_of(Path(run.train.init_from), run))
 
     if is_main:
         open_run_folder(given, run_dir, device, source)
@@ -129,7 +130,7 @@ def _train(
     with (
         failures_noted(History(run_dir / HISTORY), state, run, device),  # of any rank
         Requests(run_dir if is_main else None) as requests,
-        Watchdog(run_dir, placed.world, run.train.hang_s, state.step) as watchdog,
+        Watchdog(run_dir, placed.world, run.train.hang_timeout_s, state.step) as watchdog,
         MetricsFile(metrics_file, step=state.step) as metrics,
         Reporter(steps=run.train.steps, done=state.step, silent=not is_main) as reporter,
     ):
@@ -159,7 +160,7 @@ def _train(
                 metrics.write(line)
                 reporter.metrics(line, meter.seconds_left)
                 (streak,) = placed.most(int(guard.streak))
-                if streak >= run.train.bad_steps:
+                if streak >= run.train.max_skipped_steps:
                     saver.finish()
                     text = state.roll_back(run_dir / CHECKPOINTS, run, trained_with, streak)
                     metrics.write({"step": state.step, "rolled_back": text})
@@ -195,7 +196,7 @@ def _train(
             )
         report_validation(reporter, metrics, state.step, validation_loss, baseline)
         splits_tokens = placed.ranks["sequence"] > 1 or (
-            run.layout.split_norms and placed.ranks["tensor"] > 1
+            run.layout.megatron_sequence_parallel and placed.ranks["tensor"] > 1
         )
         if splits_tokens and run.track.prompt:
             reporter.say("no sample: one token does not split over ranks; see longspan generate")

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from longspan.config import Run
+from longspan.device import peak_memory
 from longspan.files import replace_text
 from longspan.parallel.placement import local
-from longspan.training.device import peak_memory
 from longspan.training.state import State
 
 HINT = "micro_batch"
@@ -84,22 +84,28 @@ def changes(held: dict[str, int], run: Run, world: int) -> list[Change]:
     rest = held["activations and the rest"]
     weights = sum(held.values()) - rest
     kept = {remat: kept_values(run, remat) for remat in ("none", "selective", "full")}
-    now = kept[train.remat]
+    now = kept[train.activation_checkpointing]
     found = []
     if train.micro_batch > 1:
         smaller = halved(train.micro_batch)
         frees = rest * (1 - smaller / train.micro_batch)
         found.append(Change(f"train.micro_batch={smaller}", frees, "smaller products"))
-    if train.remat == "none":
+    if train.activation_checkpointing == "none":
         frees = rest * (1 - kept["selective"] / now)
-        found.append(Change("train.remat=selective", frees, "a few percent of the time"))
+        found.append(
+            Change("train.activation_checkpointing=selective", frees, "a few percent of the time")
+        )
     if train.optimizer == "adamw" and is_native:
         found.append(
             Change("train.optimizer=adamw8bit", held["optimizer state"] * 0.75, "8-bit moments")
         )
-    if train.remat != "full":
+    if train.activation_checkpointing != "full":
         frees = rest * (1 - kept["full"] / now)
-        found.append(Change("train.remat=full", frees, "a second forward pass, about a third"))
+        found.append(
+            Change(
+                "train.activation_checkpointing=full", frees, "a second forward pass, about a third"
+            )
+        )
     if not train.offload_activations:
         found.append(
             Change("train.offload_activations=true", rest * 0.8, "copies to the CPU and back")

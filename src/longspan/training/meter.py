@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from longspan.config import Run
+from longspan.device import peak_memory
 from longspan.hardware import peak_flops
 from longspan.models import flops_per_sample
-from longspan.training.device import peak_memory
 from longspan.training.state import State
 
 

@@ -67,7 +67,7 @@ class Saver:
         self._draft, self._state = Draft(self._folder, state.step), state.scalars(trained_with)
         self._thread = Thread(target=self._write, args=(self._draft, parts), daemon=True)
         self._thread.start()
-        if not self._settings.asynchronous:
+        if not self._settings.async_save:
             self.finish()
         self.blocked_s += time.monotonic() - began
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from longspan.checkpoint import (
     Checkpoint,
     Part,
+    check_shapes,
     folder_of,
     latest,
     open_checkpoint,
@@ -26,11 +27,8 @@ from longspan.config import Run
 from longspan.data import Source
 from longspan.engines import Engine
 from longspan.errors import Damaged, Diverged, UserError, first_problem
-from longspan.models import Decoder, build_decoder, new_decoder
+from longspan.models import parameter_shapes
 from longspan.parallel.placement import Placement
-from longspan.runfile import ONE_PROCESS, load_run, saved_run_file
-from longspan.training.device import choose_device, resolve
-from longspan.training.folder import CHECKPOINTS
 from longspan.training.guard import Guard, Usual
 
 
@@ -113,7 +111,7 @@ class State:
         except ValidationError as error:
             raise UserError(f"the state in {saved.path}: {first_problem(error)}") from error
         _check_unchanged(saved.path, scalars.trained_with, trained_with, run.data.accept_changed)
-        check_shapes(run, saved)
+        check_shapes(parameter_shapes(run), saved)
         self.engine.load_weights(lambda name, box: saved.read(f"model/{name}", box))
         self._load_optimizer(saved)
         self.engine.load_scaler_state(scalars.scaler)
@@ -134,7 +132,7 @@ class State:
         begin, bad = end - bad_steps * run.train.global_batch, self.step
         skips = [*self.skips, (begin, end)]
         saved = newest_good(folder, self.placed)
-        if saved is None or len(skips) > run.train.rollbacks:
+        if saved is None or len(skips) > run.train.max_rollbacks:
             raise Diverged(
                 f"{bad_steps} steps in a row to step {bad} had a loss or gradient that is no "
                 f"number or stands out; after {len(skips) - 1} ways back"
@@ -207,38 +205,6 @@ def newest_good(folder: Path, placed: Placement) -> Checkpoint | None:
         if problem is not None:
             print(f"longspan: {problem}; it is set aside", file=sys.stderr)
         aside += 1
-
-
-def check_shapes(run: Run, saved: Checkpoint) -> None:
-    """Say which tensor of a checkpoint does not fit the run's model."""
-    found = saved.shapes("model")
-    shapes = {name: tuple(p.shape) for name, p in new_decoder(run).named_parameters()}
-    for name in sorted(shapes.keys() | found.keys()):
-        if shapes.get(name) != found.get(name):
-            raise UserError(
-                f"the run's model and {saved.path} differ at {name}: the run has "
-                f"{shapes.get(name)}, the checkpoint {found.get(name)}; resume with the [model] it "
-                "was trained with"
-            )
-
-
-def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
-    """The run file, the model at its newest checkpoint, and that checkpoint's step."""
-    overrides = ["train.device=auto", "train.precision=auto", *ONE_PROCESS]
-    run = load_run(saved_run_file(run_dir), overrides)
-    device = choose_device(run)
-    run = resolve(run, device)
-    path = latest(run_dir / CHECKPOINTS)
-    if path is None:
-        raise UserError(f"{run_dir} holds no checkpoint yet")
-    saved = open_checkpoint(path)
-    saved.check(saved.files_of("model"))
-    model = build_decoder(run, device)
-    check_shapes(run, saved)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(saved.read(f"model/{name}"))
-    return run, model, saved.step
 
 
 def rng_states() -> dict[str, Tensor]:

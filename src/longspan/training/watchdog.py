@@ -1,7 +1,7 @@
 """A run that hangs ends, and says where.
 
 Each rank writes the last point it has come to (`faults.reach`) into a file of the run's folder. A
-thread looks at its own rank's: when that has not moved for `train.hang_s`, some rank does not come
+thread looks at its own rank's: when that has not moved for `train.hang_timeout_s`, some rank does not come
 to where the others wait for it. The thread reads all files, names the rank that is behind and the
 collective that this one waits in, shows what this process is doing, and ends it, so that the
 launcher ends all and a scheduler can start the run again. After a quarter of that time the main
@@ -20,7 +20,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from longspan import faults
-from longspan.parallel.recorder import awaited_collective
+from longspan.parallel.flight_recorder import awaited_collective
 from longspan.parallel.world import World
 from longspan.tracking import HISTORY, History
 

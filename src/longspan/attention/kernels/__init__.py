@@ -1,0 +1,1 @@
+"""Triton and Gluon kernels for GPUs, and how they are launched."""

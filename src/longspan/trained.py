@@ -1,0 +1,33 @@
+"""A run's model at its newest checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from longspan.checkpoint import CHECKPOINTS, check_shapes, latest, open_checkpoint
+from longspan.config import Run
+from longspan.device import choose_device, resolve
+from longspan.errors import UserError
+from longspan.models import Decoder, build_decoder, parameter_shapes
+from longspan.runfile import ONE_PROCESS, load_run, saved_run_file
+
+
+def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
+    """The run file, the model at its newest checkpoint, and that checkpoint's step."""
+    overrides = ["train.device=auto", "train.precision=auto", *ONE_PROCESS]
+    run = load_run(saved_run_file(run_dir), overrides)
+    device = choose_device(run)
+    run = resolve(run, device)
+    path = latest(run_dir / CHECKPOINTS)
+    if path is None:
+        raise UserError(f"{run_dir} holds no checkpoint yet")
+    saved = open_checkpoint(path)
+    saved.check(saved.files_of("model"))
+    model = build_decoder(run, device)
+    check_shapes(parameter_shapes(run), saved)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(saved.read(f"model/{name}"))
+    return run, model, saved.step

@@ -1,0 +1,218 @@
+"""The Triton kernels against the float64 oracle: on a GPU, or by Triton's interpreter on a CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from longspan.attention import (
+    BlockSparse,
+    Dense,
+    Dilated,
+    Mask,
+    Pattern,
+    attend,
+    attend_oracle,
+    choose_backend,
+)
+from longspan.attention.custom_op import branch_attention
+from tests.attention.test_functional import dilated_patterns, output_and_gradients, random_qkv
+
+launch = pytest.importorskip("longspan.attention.kernels.dispatch")
+HAS_GPU = torch.cuda.is_available()
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="the GPU runs them instead")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
+
+def assert_equals_oracle(
+    qkv: tuple[Tensor, Tensor, Tensor], pattern: Pattern, tolerance: float, **options: Any
+) -> None:
+    grad = torch.randn_like(qkv[0])
+    ours = output_and_gradients(attend, qkv, grad, pattern, backend="triton", **options)
+    exact = tuple(x.detach().double().cpu().requires_grad_() for x in qkv)
+    there = {name: x.cpu() if isinstance(x, Tensor) else x for name, x in options.items()}
+    oracle = output_and_gradients(attend_oracle, exact, grad.cpu(), pattern, **there)
+    for found, expected in zip(ours, oracle, strict=True):
+        error = (found.double().cpu() - expected).norm()
+        assert error <= tolerance * expected.norm() + 1e-5  # the latter where all is near zero
+
+
+NESTED = Dilated((32, 64, 128), (1, 2, 4))
+CASES: list[
+    tuple[Pattern, int, int, int, int, bool]
+] = [  # …, tokens, heads, kv heads, dims, causal
+    (Dense(), 70, 2, 2, 16, True),
+    (NESTED, 128, 3, 3, 16, True),  # whole segments: loops without masks
+    (NESTED, 151, 4, 2, 16, True),
+    (NESTED, 151, 3, 1, 24, False),
+    (Dilated((64, 256), (1, 4)), 256, 2, 2, 16, False),
+    (Dilated((32, 32), (1, 1)), 40, 2, 2, 16, True),  # the same branch twice counts twice
+    (Dilated((12, 30), (3, 2)), 77, 3, 3, 16, True),  # not nested
+    (Dilated((64,), (4,)), 100, 3, 3, 8, True),  # rows that no branch keeps
+    (BlockSparse(32, local_window=64, stride=3), 200, 2, 1, 16, True),
+    (BlockSparse(64, density=0.4, seed=3), 200, 2, 2, 16, False),
+    (Dilated((96, 192), (1, 2), BlockSparse(32, density=0.3)), 250, 2, 2, 16, True),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("pattern", "tokens", "heads", "kv_heads", "dims", "is_causal"), CASES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_equals_the_oracle(
+    device: str, pattern: Pattern, tokens: int, heads: int, kv_heads: int, dims: int,
+    is_causal: bool, masked: bool,
+) -> None:  # fmt: skip
+    options: dict[str, Tensor] = {}
+    if masked:
+        options["documents"] = (torch.rand(2, tokens) < 0.03).cumsum(1).to(device) - 1
+        options["key_padding_mask"] = (torch.rand(2, tokens) < 0.2).to(device)
+    qkv = random_qkv(2, tokens, heads, kv_heads, dims, device=device)
+    assert_equals_oracle(qkv, pattern, 2e-6, is_causal=is_causal, scale=0.3, **options)
+
+
+@pytest.mark.skipif(HAS_GPU, reason="would compile each example")
+@settings(max_examples=6, deadline=None)
+@given(pattern=dilated_patterns(), tokens=st.integers(1, 30), is_causal=st.booleans())
+def test_any_dilated_pattern_equals_the_oracle(
+    pattern: Dilated, tokens: int, is_causal: bool
+) -> None:
+    qkv = random_qkv(1, tokens, 2, 2)
+    assert_equals_oracle(qkv, pattern, 2e-6, is_causal=is_causal)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_long_sequence_goes_slab_by_slab(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    qkv = random_qkv(1, 300, 2, 2, 16, device=device)
+    whole = attend(*qkv, NESTED, backend="triton")
+    monkeypatch.setattr(launch, "PARTIAL_BYTES", 1)
+    monkeypatch.setattr(launch, "_calls", launch._Call)  # which remembers its slabs
+    documents = (torch.arange(300, device=device) // 70)[None]
+    assert_equals_oracle(qkv, NESTED, 2e-6, documents=documents)
+    torch.testing.assert_close(attend(*qkv, NESTED, backend="triton"), whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_of_any_strides(device: str) -> None:
+    packed = torch.randn(1, 70, 3, 2, 17, device=device)  # rows that begin at no 16-byte border
+    q, k, v = (x[..., 1:].requires_grad_() for x in packed.unbind(2))
+    assert_equals_oracle((q, k, v), NESTED, 2e-6)
+    out = attend(q, k, v, NESTED, backend="triton")
+    expanded = torch.autograd.grad(out.sum(), q)[0]  # a gradient of stride 0
+    torch.testing.assert_close(
+        expanded, torch.autograd.grad(attend(q, k, v, NESTED), q, torch.ones_like(out))[0]
+    )
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_one_shape_with_one_stride_and_then_another(device: str) -> None:
+    """A launch is kept from the first call on: the second may differ in strides and alignment."""
+    for _ in range(2):
+        plain = random_qkv(1, 64, 2, 2, 16, device=device)
+        assert_equals_oracle(plain, NESTED, 2e-6)
+        packed = torch.randn(1, 64, 2, 3, 16, device=device)
+        q, k, v = (x.requires_grad_() for x in packed.unbind(3))
+        assert_equals_oracle((q, k, v), NESTED, 2e-6)
+        shifted = [torch.randn(1 + 64 * 2 * 16, device=device)[1:] for _ in range(3)]
+        q, k, v = (x.view(1, 64, 2, 16).requires_grad_() for x in shifted)
+        assert_equals_oracle((q, k, v), NESTED, 2e-6)
+
+
+def test_a_seed_of_any_size_draws_the_same_blocks() -> None:
+    device = "cuda" if HAS_GPU else "cpu"
+    qkv = random_qkv(1, 128, 1, 1, 16, device=device)
+    assert_equals_oracle(qkv, BlockSparse(32, density=0.4, seed=2**53 + 1), 2e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [64, 96, 128, 256])
+@pytest.mark.parametrize("tokens", [2048, 1411])
+def test_tiles_of_sixteen_bit_inputs(dims: int, tokens: int) -> None:
+    qkv = random_qkv(1, tokens, 4, 4, dims, device="cuda", dtype=torch.bfloat16)
+    for pattern in (Dilated((256, 512, 1024), (1, 2, 4)), BlockSparse(128, density=0.3)):
+        assert choose_backend(*qkv[:2], Mask(pattern)).name == "triton"
+        assert_equals_oracle(qkv, pattern, 4e-3)
+
+
+@pytest.mark.gpu
+def test_the_same_input_gives_the_same_bits() -> None:
+    qkv = random_qkv(1, 4096, 4, 4, 64, device="cuda", dtype=torch.bfloat16)
+    grad = torch.randn_like(qkv[0])
+    first, *others = (
+        output_and_gradients(attend, qkv, grad, Dilated((256, 1024), (1, 4))) for _ in range(4)
+    )
+    for other in others:
+        assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_recomputed_in_the_backward_pass_it_is_the_same(device: str) -> None:
+    qkv = random_qkv(1, 96, 2, 2, 16, device=device)
+    grad = torch.randn_like(qkv[0])
+
+    def recomputed(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return checkpoint(attend, q, k, v, NESTED, backend="triton", use_reentrant=False)
+
+    kept = output_and_gradients(attend, qkv, grad, NESTED, backend="triton")
+    again = output_and_gradients(recomputed, qkv, grad)
+    for found, expected in zip(again, kept, strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_operator_is_registered_completely(device: str) -> None:
+    q, k, v = random_qkv(1, 40, 2, 1, 16, device=device)
+    ids = torch.arange(40, device=device)[None] // 9
+    arguments = (q, k, v, ids, ids, [16, 32], [1, 2], [], 0, True, 0.3, "triton")
+    torch.library.opcheck(branch_attention, arguments)
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """What the interpreter takes, the compiler may refuse; it needs no GPU."""
+    script = Path(__file__).parent / "compile_kernels.py"
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    found = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
+    )
+    assert found.returncode == 0, found.stderr[-3000:]
+
+
+def test_nested_branches_visit_each_pair_once() -> None:
+    """Visited pairs, counted from the plan, are the distinct ones of the pattern."""
+    for segments, rates in [((32, 64, 128), (1, 2, 4)), ((16, 64), (2, 8)), ((8, 8), (1, 1))]:
+        pattern, position = Dilated(segments, rates), torch.arange(256)
+        distinct = int((pattern.counts(position, position, 0) > 0).sum())
+        visited = 0
+        for branch in launch.plan(segments, rates, False).branches:
+            rows = 256 // branch.rate
+            visited += rows * (branch.segment - branch.inner)
+        assert visited == distinct
+
+
+def test_a_pattern_that_is_not_nested_is_visited_whole() -> None:
+    for segments, rates in [((12, 30), (3, 2)), ((8, 12), (1, 2)), ((64, 64), (1, 64))]:
+        planned = launch.plan(segments, rates, False)
+        assert not planned.is_chain
+        assert all(branch.inner == 0 and not branch.ratios for branch in planned.branches)
+
+
+def test_what_the_kernels_cannot_do_is_told() -> None:
+    device = "cuda" if HAS_GPU else "cpu"
+    q, k, v = random_qkv(1, 32, 2, 2, 16, device=device)
+    with pytest.raises(ValueError, match="'triton' cannot do this, 'masked' can: blocks of 24"):
+        attend(q, k, v, BlockSparse(24), backend="triton")
+    with pytest.raises(ValueError, match="fewer queries than keys"):
+        attend(q[:, :4], k, v, NESTED, backend="triton")
+    with pytest.raises(ValueError, match=r"the kernels know no torch\.float64"):
+        attend(q.double(), k.double(), v.double(), NESTED, backend="triton")

@@ -1,0 +1,417 @@
+"""`attend` against the float64 oracle, which is checked by hand and against torch itself."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from longspan.attention import (
+    BlockSparse,
+    Dense,
+    Dilated,
+    Mask,
+    Pattern,
+    attend,
+    attend_oracle,
+    choose_backend,
+)
+from longspan.attention.custom_op import branch_attention
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@st.composite
+def dilated_patterns(draw: st.DrawFn) -> Dilated:
+    branches = draw(
+        st.lists(
+            st.tuples(st.integers(1, 6), st.sampled_from([1, 2, 3, 4])), min_size=1, max_size=3
+        )
+    )
+    return Dilated(tuple(n * r for n, r in branches), tuple(r for _, r in branches))
+
+
+def random_qkv(
+    batch: int, tokens: int, heads: int, kv_heads: int, head_dim: int = 8, **options: object
+) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (
+        torch.randn(batch, tokens, h, head_dim, **options)  # type: ignore[call-overload]
+        for h in (heads, kv_heads, kv_heads)
+    )
+    return tuple(x.requires_grad_() for x in (q, k, v))  # type: ignore[return-value]
+
+
+def output_and_gradients(
+    function: object, qkv: tuple[Tensor, ...], grad: Tensor, *args: object, **options: object
+) -> list[Tensor]:
+    out = function(*qkv, *args, **options)  # type: ignore[operator]
+    return [out.detach(), *torch.autograd.grad(out, qkv, grad.to(out.dtype))]
+
+
+@st.composite
+def block_sparse_patterns(draw: st.DrawFn) -> BlockSparse:
+    block = draw(st.integers(1, 6))
+    return BlockSparse(
+        block,
+        local_window=block * draw(st.integers(0, 3)),
+        global_tokens=block * draw(st.integers(0, 2)),
+        stride=draw(st.sampled_from([0, 2, 3])),
+        density=draw(st.sampled_from([0.0, 0.3, 1.0])),
+        seed=draw(st.integers(0, 9)),
+    )
+
+
+@st.composite
+def dilated_block_sparse_patterns(draw: st.DrawFn) -> Dilated:
+    return replace(draw(dilated_patterns()), blocks=draw(block_sparse_patterns()))
+
+
+PATTERNS = st.one_of(
+    st.just(Dense()),
+    dilated_patterns(),
+    block_sparse_patterns(),
+    dilated_block_sparse_patterns(),
+)
+HEADS = st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1)])
+
+
+def assert_equals_oracle(
+    qkv: tuple[Tensor, Tensor, Tensor], pattern: Pattern, backend: str | None, **options: Any
+) -> None:
+    grad = torch.randn_like(qkv[0])
+    ours = output_and_gradients(attend, qkv, grad, pattern, backend=backend, **options)
+    oracle = output_and_gradients(attend_oracle, qkv, grad, pattern, **options)
+    for found, expected in zip(ours, oracle, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    pattern=PATTERNS,
+    tokens=st.integers(1, 29),
+    heads=HEADS,
+    batch=st.integers(1, 2),
+    is_causal=st.booleans(),
+    scale=st.sampled_from([None, 0.3]),
+    backend=st.sampled_from([None, "masked"]),
+)
+def test_equals_the_oracle_with_gradients_through_the_join(
+    pattern: Pattern,
+    tokens: int,
+    heads: tuple[int, int],
+    batch: int,
+    is_causal: bool,
+    scale: float | None,
+    backend: str | None,
+) -> None:
+    qkv = random_qkv(batch, tokens, *heads, dtype=torch.float64)
+    assert_equals_oracle(qkv, pattern, backend, is_causal=is_causal, scale=scale)
+
+
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), pattern=PATTERNS, tokens=st.integers(1, 29), heads=HEADS)
+def test_equals_the_oracle_with_documents_padding_and_dropout(
+    data: st.DataObject, pattern: Pattern, tokens: int, heads: tuple[int, int]
+) -> None:
+    options: dict[str, Any] = {"is_causal": data.draw(st.booleans())}
+    if data.draw(st.booleans()):
+        borders = torch.rand(2, tokens) < 0.2
+        options["documents"] = borders.cumsum(1)
+    if data.draw(st.booleans()):
+        options["key_padding_mask"] = torch.rand(2, tokens) < 0.3
+    if data.draw(st.booleans()):
+        options |= {"dropout_p": 0.4, "dropout_seed": data.draw(st.integers(0, 99))}
+    assert_equals_oracle(
+        random_qkv(2, tokens, *heads, dtype=torch.float64), pattern, None, **options
+    )
+
+
+@settings(max_examples=40, deadline=None)
+@given(pattern=PATTERNS, keys=st.integers(1, 29), data=st.data(), heads=HEADS)
+def test_the_last_queries_see_what_they_see_in_the_whole(
+    pattern: Pattern, keys: int, data: st.DataObject, heads: tuple[int, int]
+) -> None:
+    queries = data.draw(st.integers(1, keys))
+    documents = (torch.rand(1, keys) < 0.1).cumsum(1)
+    q, k, v = (x.detach() for x in random_qkv(1, keys, *heads, dtype=torch.float64))
+    whole = attend(q, k, v, pattern, documents=documents)
+    last = attend(q[:, -queries:], k, v, pattern, documents=documents)
+    torch.testing.assert_close(last, whole[:, -queries:], rtol=1e-10, atol=1e-11)
+
+
+def test_cross_attention_equals_torch() -> None:
+    q, _, _ = random_qkv(2, 5, 4, 4, dtype=torch.float64)
+    _, k, v = random_qkv(2, 11, 4, 2, dtype=torch.float64)
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+    expected = scaled_dot_product_attention(*heads_first, enable_gqa=True).transpose(1, 2)
+    out = attend(q, k, v, Dense(), is_causal=False)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(attend_oracle(q, k, v, Dense(), is_causal=False), expected)
+
+
+def test_the_masked_path_stays_in_float32_under_autocast() -> None:
+    qkv = random_qkv(1, 24, 2, 2)
+    grad, documents = torch.randn_like(qkv[0]), (torch.arange(24) // 9)[None]
+    results = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
+            out = attend(*qkv, Dense(), documents=documents)
+        results.append([out, *torch.autograd.grad(out, qkv, grad)])  # outside, as torch advises
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_long_sequences_cross_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan.attention.reference.CHUNK", 7)
+    qkv = random_qkv(1, 40, 2, 2, dtype=torch.float64)
+    pattern = BlockSparse(4, local_window=8, density=0.2)
+    documents = (torch.arange(40) // 17)[None]
+    assert_equals_oracle(qkv, pattern, None, documents=documents, dropout_p=0.2)
+
+
+def test_documents_changing_another_one_moves_nothing() -> None:
+    documents = torch.tensor([[0] * 13 + [1] * 9 + [2] * 10])
+    q, k, v = (x.detach() for x in random_qkv(1, 32, 4, 4))
+    for pattern in (Dense(), Dilated((8, 16), (1, 4)), BlockSparse(4, density=0.5)):
+        before = attend(q, k, v, pattern, documents=documents, is_causal=False)
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, 13:22] = torch.randn(1, 9, 4, 8)
+        after = attend(*changed, pattern, documents=documents, is_causal=False)
+        same = documents[0] != 1
+        assert torch.equal(after[:, same], before[:, same])
+        assert not torch.equal(after[:, ~same], before[:, ~same])
+
+
+def test_dropout_is_of_the_rate_asked_for_and_follows_its_seed() -> None:
+    q, k = torch.zeros(1, 200, 2, 8), torch.zeros(1, 200, 2, 8)
+    v = torch.ones(1, 200, 2, 8)
+    out, again, other = (
+        attend(q, k, v, Dense(), is_causal=False, dropout_p=0.3, dropout_seed=seed)
+        for seed in (1, 1, 2)
+    )
+    assert torch.equal(out, again)
+    assert not torch.equal(out, other)
+    # Each output is the mean of 200 kept-or-dropped ones: kept share / 0.7.
+    assert abs(out.mean().item() - 1) < 0.01
+    assert not torch.equal(out[:, :, 0], out[:, :, 1])
+
+
+def test_the_choice_of_backend_is_told_and_can_be_forced() -> None:
+    q, k, v = random_qkv(1, 8, 2, 2)
+    padding = torch.zeros(1, 8, dtype=torch.bool)
+    assert choose_backend(q, k, Mask(Dense())).name == "sdpa"
+    assert choose_backend(q, k, Mask(Dilated((4,), (1,)))).name == "views"
+    chosen = choose_backend(q, k, Mask(Dense(), key_padding_mask=padding))
+    assert (chosen.name, chosen.reason) == ("masked", "documents or padding are masked, on a CPU")
+    with pytest.raises(ValueError, match="'views' cannot do this, 'masked' can: documents or"):
+        attend(q, k, v, Dense(), key_padding_mask=padding, backend="views")
+
+
+def plain_low_precision(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, *, is_causal: bool
+) -> Tensor:
+    """The oracle's formula as plain PyTorch code in the inputs' own precision."""
+    outputs = []
+    position = torch.arange(q.shape[1])
+    for head in range(q.shape[2]):
+        counts = pattern.counts(position, position, head)
+        counts = (counts.tril() if is_causal else counts).to(q.device)
+        scores = q[:, :, head] @ k[:, :, head].mT * q.shape[3] ** -0.5 + counts.log().to(q.dtype)
+        outputs.append(scores.softmax(-1) @ v[:, :, head])
+    return torch.stack(outputs, dim=2)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("tokens", [96, 133])
+def test_low_precision_is_within_twice_the_error_of_plain_code(
+    device: str, dtype: torch.dtype, is_causal: bool, tokens: int
+) -> None:
+    pattern = Dilated((16, 32, 64), (1, 2, 4))
+    qkv = random_qkv(2, tokens, 4, 4, head_dim=32, dtype=dtype, device=device)
+    exact = tuple(x.detach().double().cpu().requires_grad_() for x in qkv)
+    grad = torch.randn_like(qkv[0])
+    ours = output_and_gradients(attend, qkv, grad, pattern, is_causal=is_causal)
+    plain = output_and_gradients(plain_low_precision, qkv, grad, pattern, is_causal=is_causal)
+    oracle = output_and_gradients(attend_oracle, exact, grad.cpu(), pattern, is_causal=is_causal)
+    for index, (found, usual, expected) in enumerate(zip(ours, plain, oracle, strict=True)):
+        allowed = (2 if index == 0 else 3) * (usual.double().cpu() - expected).norm()
+        assert (found.double().cpu() - expected).norm() <= allowed
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("is_causal", [True, False])
+@pytest.mark.parametrize("tokens", [96, 133])
+def test_float32_is_within_rounding_of_the_oracle(
+    device: str, is_causal: bool, tokens: int
+) -> None:
+    pattern = Dilated((16, 32, 64), (1, 2, 4))
+    qkv = random_qkv(2, tokens, 4, 2, head_dim=32, device=device)
+    exact = tuple(x.detach().double().cpu().requires_grad_() for x in qkv)
+    grad = torch.randn_like(qkv[0])
+    ours = output_and_gradients(attend, qkv, grad, pattern, is_causal=is_causal)
+    oracle = output_and_gradients(attend_oracle, exact, grad.cpu(), pattern, is_causal=is_causal)
+    for found, expected in zip(ours, oracle, strict=True):
+        assert (found.double().cpu() - expected).norm() <= 1e-6 * expected.norm()
+
+
+def test_oracle_equals_a_multiset_softmax_written_out_by_hand() -> None:
+    # Two heads, w = 2 r = 1 and w = 4 r = 2. Query 2 of head 0 sees key 2 (branch 1), and keys
+    # 0 and 2 (branch 2): {2, 0, 2}. Query 3 of head 0 is in branch 1 only: {2, 3}.
+    pattern = Dilated((2, 4), (1, 2))
+    q, k, v = (torch.randn(1, 4, 2, 3, dtype=torch.float64) for _ in range(3))
+    out = attend_oracle(q, k, v, pattern, scale=1.0)
+    for query, keys in [(2, [2, 0, 2]), (3, [2, 3])]:
+        weights = torch.stack([q[0, query, 0] @ k[0, key, 0] for key in keys]).softmax(0)
+        expected = sum(w * v[0, key, 0] for w, key in zip(weights, keys, strict=True))
+        torch.testing.assert_close(out[0, query, 0], expected)
+
+
+@pytest.mark.parametrize("is_causal", [True, False])
+def test_dense_oracle_equals_torch(is_causal: bool) -> None:
+    q, k, v = random_qkv(2, 17, 4, 2, dtype=torch.float64)
+    expected = scaled_dot_product_attention(
+        q.transpose(1, 2),
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        is_causal=is_causal,
+        enable_gqa=True,
+    ).transpose(1, 2)
+    out = attend_oracle(q, k, v, Dense(), is_causal=is_causal)
+    torch.testing.assert_close(out, expected)
+
+
+def test_a_query_in_no_branch_gives_zeros_and_no_gradient() -> None:
+    qkv = random_qkv(1, 8, 2, 2, dtype=torch.float64)
+    out = attend(*qkv, Dilated((4,), (2,)))
+    assert (out[0, 1::2, 0] == 0).all()
+    assert (out[0, 0::2, 1] == 0).all()
+    assert (out[0, 0::2, 0] != 0).any()
+    grads = torch.autograd.grad(out.sum(), qkv)
+    assert all(torch.isfinite(grad).all() for grad in grads)
+    assert (grads[0][0, 1::2, 0] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "pattern", [Dense(), Dilated((8, 16), (1, 4)), BlockSparse(4, density=0.5)]
+)
+def test_causality_changing_the_future_moves_nothing(pattern: Pattern) -> None:
+    q, k, v = (x.detach() for x in random_qkv(1, 37, 4, 4))
+    before = attend(q, k, v, pattern)
+    for border in (1, 8, 19, 36):
+        changed = [x.clone() for x in (q, k, v)]
+        for x in changed:
+            x[:, border:] = torch.randn_like(x[:, border:])
+        after = attend(*changed, pattern)
+        torch.testing.assert_close(after[:, :border], before[:, :border], rtol=0, atol=0)
+        assert not torch.equal(after[:, border:], before[:, border:])
+
+
+@pytest.mark.parametrize("backend", [None, "masked", "triton"])
+def test_a_part_of_the_heads_gives_the_part_of_the_output(backend: Any) -> None:
+    pattern = Dilated((8, 16, 32), (1, 2, 4))
+    q, k, v = random_qkv(1, 40, 6, 6)
+    whole = attend(q, k, v, pattern, backend=backend)
+    for first, last in ((0, 2), (2, 5), (5, 6)):
+        own = [x[:, :, first:last] for x in (q, k, v)]
+        part = attend(*own, replace(pattern, first_head=first), backend=backend)  # type: ignore[arg-type]
+        torch.testing.assert_close(part, whole[:, :, first:last])
+    pairs = [
+        replace(pattern, first_head=first).pairs(40, last - first, is_causal=True)
+        for first, last in ((0, 2), (2, 5), (5, 6))
+    ]
+    assert sum(pairs) == pattern.pairs(40, 6, is_causal=True)
+
+
+def test_operator_is_registered_completely() -> None:
+    q, k, v = random_qkv(1, 12, 2, 2, dtype=torch.float64)
+    arguments = (q, k, v, None, None, [4, 8], [1, 2], [], 0, True, 0.3, "views")
+    torch.library.opcheck(branch_attention, arguments)
+
+
+def test_extra_memory_is_linear_in_tokens() -> None:
+    """Bytes a forward keeps for its backward, beyond its inputs, double with the tokens."""
+
+    def saved_bytes(tokens: int) -> int:
+        qkv = random_qkv(1, tokens, 4, 4)
+        inputs = {x.data_ptr() for x in qkv}
+        kept: dict[int, int] = {}
+
+        def pack(x: Tensor) -> Tensor:
+            if x.data_ptr() not in inputs:
+                kept[x.data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            attend(*qkv, Dilated((64, 256), (1, 4)))
+        return sum(kept.values())
+
+    assert saved_bytes(2048) == 2 * saved_bytes(1024) > 0
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (((2, 8, 4), (2, 8, 4), (2, 8, 4)), "q must be"),
+        (((2, 8, 4, 8), (2, 8, 4, 16), (2, 8, 4, 16)), "agree in batch and head_dim"),
+        (((2, 9, 4, 8), (2, 8, 4, 8), (2, 8, 4, 8)), "a key for every query, got 9 and 8"),
+        (((2, 8, 4, 8), (2, 8, 4, 8), (2, 8, 2, 8)), "k and v must have one shape"),
+        (((2, 8, 4, 8), (2, 8, 3, 8), (2, 8, 3, 8)), "must divide the 4 query heads, got 3"),
+    ],
+)
+def test_wrong_shapes_are_told(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        attend(*(torch.zeros(shape) for shape in shapes), Dense())  # type: ignore[misc]
+
+
+def test_options_that_do_not_fit_are_told() -> None:
+    x, pattern = torch.zeros(1, 8, 2, 8), Dilated((4,), (1,))
+    with pytest.raises(ValueError, match=r"4 queries over 8 keys have no place in Dilated"):
+        attend(x[:, :4], x, x, pattern, is_causal=False)
+    with pytest.raises(ValueError, match=r"documents must be \(batch, keys\) = \(1, 8\)"):
+        attend(x, x, x, pattern, documents=torch.zeros(1, 7))
+    with pytest.raises(ValueError, match="below 1, got 1"):
+        attend(x, x, x, pattern, dropout_p=1)
+    with pytest.raises(ValueError, match="documents or cu_seqlens, not both"):
+        attend(
+            x, x, x, pattern, documents=torch.zeros(1, 8).long(), cu_seqlens=torch.tensor([0, 8])
+        )
+    with pytest.raises(ValueError, match=r"one dimension, got \(1, 2\)"):
+        attend(x, x, x, pattern, cu_seqlens=torch.tensor([[0, 8]]))
+
+    with pytest.raises(ValueError, match=r"documents must be integers, got torch\.float32"):
+        attend(x, x, x, pattern, documents=torch.zeros(1, 8))
+    with pytest.raises(ValueError, match=r"key_padding_mask must be bool, got torch\.int64"):
+        attend(x, x, x, pattern, key_padding_mask=torch.zeros(1, 8, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("pattern", [Dense(), Dilated((8, 16), (1, 2))])
+def test_any_strides_and_any_scale(pattern: Pattern) -> None:
+    for scale in (0.3, 0.0, -0.5):
+        qkv = tuple(
+            torch.randn(1, 2, 8, 20, dtype=torch.float64).permute(0, 3, 1, 2).requires_grad_()
+            for _ in range(3)
+        )
+        assert_equals_oracle(qkv, pattern, None, scale=scale)  # type: ignore[arg-type]
+
+
+def test_borders_of_documents_are_documents() -> None:
+    q, k, v = random_qkv(2, 12, 2, 2)
+    documents = torch.tensor([0] * 5 + [1] * 4 + [2] * 3).expand(2, -1)
+    expected = attend(q, k, v, Dilated((4, 8), (1, 2)), documents=documents)
+    borders = torch.tensor([0, 5, 9, 12], dtype=torch.int32)
+    out = attend(q, k, v, Dilated((4, 8), (1, 2)), cu_seqlens=borders)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
+
+
+def test_mixed_dtypes_are_told() -> None:
+    x = torch.zeros(1, 4, 2, 8)
+    with pytest.raises(ValueError, match=r"k is torch\.float64"):
+        attend(x, x.double(), x, Dense())

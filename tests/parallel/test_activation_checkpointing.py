@@ -1,0 +1,104 @@
+"""Recomputing and offloading activations: less memory, the same bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from longspan.config import Run
+from longspan.models import build_decoder
+from longspan.parallel.activation_checkpointing import rematerialised
+from longspan.parallel.world import World
+from longspan.runfile import load_run
+from longspan.training import train
+from tests.harness import Ranks
+
+SMALL = [
+    "model.hidden=32",
+    "model.layers=3",
+    "model.heads=2",
+    "attention.segment_lengths=[16,64]",
+    "attention.dilation_rates=[1,4]",
+    "data.source=recall",
+    "data.context=64",
+    "data.recall_pairs=4",
+    "train.steps=3",
+    "train.global_batch=2",
+]
+CHANGES = [
+    ["train.activation_checkpointing=selective"],
+    ["train.activation_checkpointing=full"],
+    ["train.offload_activations=true"],
+    ["train.activation_checkpointing=full", "train.offload_activations=true"],
+]
+
+
+def run_of(*overrides: str, world: int = 1) -> Run:
+    return load_run(None, [*SMALL, *overrides], world=world)
+
+
+def final_bytes(run_dir: Path) -> dict[str, bytes]:
+    folder = run_dir / "checkpoints" / "step-00000003"
+    return {path.name: path.read_bytes() for path in folder.glob("model-*.safetensors")}
+
+
+@pytest.mark.parametrize("kind", ["dilated", "dense"])
+def test_it_never_changes_a_bit(kind: str, tmp_path: Path) -> None:
+    dense = ["attention.kind=dense", "attention.segment_lengths=[]", "attention.dilation_rates=[]"]
+    pattern = dense if kind == "dense" else []
+    train(run_of(*pattern), tmp_path / "plain")
+    for number, changes in enumerate(CHANGES):
+        train(run_of(*pattern, *changes), tmp_path / str(number))
+        assert final_bytes(tmp_path / str(number)) == final_bytes(tmp_path / "plain")
+
+
+def train_rank(rank: int, world: int, overrides: list[str], run_dir: str) -> None:
+    train(run_of(*overrides, world=world), Path(run_dir), world=World(rank, world, rank))
+
+
+@pytest.mark.parametrize(
+    "change", ["train.activation_checkpointing=full", "train.offload_activations=true"]
+)
+@pytest.mark.parametrize(
+    "layout", ["layout.zero=3", "layout.tensor=2", "layout.pipeline=2", "layout.sequence=2"]
+)
+def test_nor_does_it_in_a_layout(ranks: Ranks, tmp_path: Path, layout: str, change: str) -> None:
+    for name, changes in (("plain", []), ("again", [change])):
+        ranks.run(train_rank, 2, [layout, *changes], str(tmp_path / name))
+    assert final_bytes(tmp_path / "again") == final_bytes(tmp_path / "plain")
+
+
+def test_a_run_goes_on_without_it(tmp_path: Path) -> None:
+    train(run_of(), tmp_path / "plain")
+    train(run_of("train.activation_checkpointing=full", "train.steps=2"), tmp_path / "again")
+    train(run_of(), tmp_path / "again", resume=True)
+    assert final_bytes(tmp_path / "again") == final_bytes(tmp_path / "plain")
+
+
+def kept_bytes(remat: str) -> int:
+    """Of activations that outlive the forward pass, the weights not counted."""
+    run = run_of(f"train.activation_checkpointing={remat}", "data.context=256")
+    model = build_decoder(run, torch.device("cpu"))
+    for index, block in enumerate(model.blocks):
+        model.blocks[index] = rematerialised(block, run.train)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storage = x.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return x
+
+    tokens, targets = torch.randint(256, (2, 1, 256)).unbind()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        loss = model(tokens, targets)
+    assert loss.requires_grad
+    return sum(kept.values())
+
+
+def test_full_keeps_less() -> None:
+    assert kept_bytes("full") < kept_bytes("none") / 3

@@ -1,0 +1,261 @@
+"""Replicated and sharded runs against one process: losses, gradient norms and weights."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from longspan.checkpoint import load
+from longspan.config import Run
+from longspan.parallel.world import World
+from longspan.runfile import load_run
+from longspan.training import train
+from tests.harness import Ranks
+
+STEPS = 5
+BATCH = 8
+OPTIONS = [
+    "model.hidden=32",
+    "model.layers=2",
+    "model.heads=4",
+    "attention.segment_lengths=[16,64]",
+    "attention.dilation_rates=[1,4]",
+    "data.source=recall",
+    "data.recall_pairs=8",
+    "data.context=64",
+    f"train.steps={STEPS}",
+    "train.warmup=2",
+    "train.lr=0.01",
+    "train.eps=1e-6",  # with 1e-8 Adam makes a whole step of the rounding of a gradient near zero
+    "train.grad_clip=0.5",
+    f"train.global_batch={BATCH}",
+    "train.eval_samples=2",
+    "track.log_every=1",
+    "track.prompt=",
+]
+
+
+def run_of(world: int, *overrides: str) -> Run:
+    return load_run(None, [*OPTIONS, *overrides], world=world)
+
+
+def train_rank(rank: int, world: int, overrides: list[str], run_dir: str, resume: bool) -> float:
+    result = train(
+        run_of(world, *overrides), Path(run_dir), resume=resume, world=World(rank, world, rank)
+    )
+    assert result.validation_loss is not None
+    return result.validation_loss
+
+
+def trained(run_dir: Path, last: int = STEPS) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradient norm of each step (steps, 2), and the final weights."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+    weights = load(run_dir / "checkpoints" / f"step-{last:08d}", "model")
+    return torch.tensor(steps, dtype=torch.float64), weights
+
+
+def assert_same_run(run_dir: Path, alone: Path) -> None:
+    (steps, weights), (expected_steps, expected_weights) = trained(run_dir), trained(alone)
+    torch.testing.assert_close(steps, expected_steps, rtol=1e-5, atol=0)
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in weights.items():
+        assert (weight - expected_weights[name]).norm() <= 1e-4 * expected_weights[name].norm()
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
+    """The folder of a run in one process, by the settings that a layout must not change."""
+
+    @cache
+    def run_alone(*settings: str) -> Path:
+        run_dir = tmp_path_factory.mktemp("single") / "run"
+        train(run_of(1, *settings), run_dir)
+        return run_dir
+
+    return run_alone
+
+
+LAYOUTS = [
+    (2, ["layout.replicate=2", "layout.shard=1"]),
+    (4, ["layout.replicate=4", "layout.shard=1"]),
+    (2, ["layout.zero=1"]),
+    (2, ["layout.zero=2"]),
+    (2, ["layout.zero=3"]),
+    (4, ["layout.zero=1"]),
+    (4, ["layout.zero=2"]),
+    (4, ["layout.zero=3"]),
+    (4, ["layout.replicate=2", "layout.shard=2"]),
+    (2, ["layout.tensor=2"]),
+    (4, ["layout.tensor=4"]),
+    (4, ["layout.tensor=2", "layout.shard=2"]),
+    (4, ["layout.tensor=2", "layout.replicate=2"]),
+    (8, ["layout.tensor=2", "layout.replicate=2", "layout.shard=2"]),
+    (2, ["layout.tensor=2", "layout.megatron_sequence_parallel=true"]),
+    (4, ["layout.tensor=4", "layout.megatron_sequence_parallel=true"]),
+    (4, ["layout.tensor=2", "layout.megatron_sequence_parallel=true", "layout.shard=2"]),
+    *[
+        (depth, [f"layout.pipeline={depth}", f"layout.schedule={schedule}"])
+        for depth in (2, 4)
+        for schedule in ("gpipe", "1f1b", "interleaved", "zbv")
+    ],
+    (4, ["layout.pipeline=2", "layout.shard=2", "layout.zero=2"]),
+    (4, ["layout.pipeline=2", "layout.shard=2", "layout.schedule=interleaved"]),
+    (4, ["layout.pipeline=2", "layout.shard=2", "layout.zero=2", "layout.schedule=zbv"]),
+    (4, ["layout.pipeline=2", "layout.replicate=2"]),
+    (4, ["layout.pipeline=2", "layout.tensor=2", "layout.megatron_sequence_parallel=true"]),
+    (4, ["layout.pipeline=2", "layout.replicate=2", "layout.schedule=zbv"]),
+    (8, ["layout.pipeline=2", "layout.shard=2", "layout.tensor=2"]),
+    (2, ["layout.sequence=2"]),
+    (4, ["layout.sequence=4", "layout.zero=1"]),
+    (8, ["layout.sequence=8"]),
+    (4, ["layout.sequence=2", "layout.replicate=2"]),
+    (4, ["layout.sequence=2", "layout.pipeline=2", "layout.schedule=interleaved"]),
+    (4, ["layout.sequence=2", "layout.tensor=2", "layout.megatron_sequence_parallel=true"]),
+    (8, ["layout.sequence=2", "layout.shard=2", "layout.tensor=2"]),
+]
+
+
+@pytest.mark.parametrize("tied", ["true", "false"], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("world", "layout"), LAYOUTS, ids=lambda x: str(x) if isinstance(x, int) else "-".join(x)
+)
+def test_a_layout_does_not_change_the_run(
+    ranks: Ranks,
+    single: Callable[..., Path],
+    tmp_path: Path,
+    world: int,
+    layout: list[str],
+    tied: str,
+) -> None:
+    if "layout.schedule=zbv" in layout and torch.__version__ < "2.13":
+        pytest.skip("needs torch 2.13")
+    axes = load_run(None, layout, world=None).layout.resolve(world)
+    model = (f"model.tie_embeddings={tied}", f"model.layers={2 * axes['pipeline']}")
+    accumulation = max(2, axes["pipeline"])
+    micro_batch = BATCH // (accumulation * axes["replicate"] * axes["shard"])
+    options = [*layout, *model, f"train.micro_batch={micro_batch}"]
+    run_dir = tmp_path / "run"
+    losses = ranks.run(train_rank, world, options, str(run_dir), False)
+    assert len(set(losses)) == 1
+    assert_same_run(run_dir, single(*model))
+
+
+KINDS = {
+    "dense": ["attention.kind=dense"],
+    "dense with one key head": ["attention.kind=dense", "model.kv_heads=1"],
+    "block sparse": [
+        "attention.kind=block_sparse",
+        "attention.block_size=8",
+        "attention.local_window=16",
+        "attention.density=0.2",
+    ],
+}
+NO_BRANCHES = ["attention.segment_lengths=[]", "attention.dilation_rates=[]"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        *[(kind, ["layout.sequence=4"]) for kind in KINDS],
+        ("dense", ["layout.tensor=4"]),
+        ("block sparse", ["layout.tensor=4"]),
+        ("dense with one key head", ["layout.sequence=2", "layout.pipeline=2"]),
+        (
+            "dense",
+            ["layout.sequence=2", "layout.tensor=2", "layout.megatron_sequence_parallel=true"],
+        ),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+)
+def test_nor_does_it_under_another_pattern(
+    ranks: Ranks, single: Callable[..., Path], tmp_path: Path, kind: str, layout: list[str]
+) -> None:
+    pattern = (*NO_BRANCHES, *KINDS[kind])
+    options = [*layout, *pattern, "train.micro_batch=4"]
+    ranks.run(train_rank, 4, options, str(tmp_path / "run"), False)
+    assert_same_run(tmp_path / "run", single(*pattern))
+
+
+LINEARS = {
+    "sketched": ["model.linear=sketched", "model.sketch.terms=2", "model.sketch.rank=2"],
+    "low rank": ["model.linear=low_rank", "model.sketch.keep=0.4"],
+    "sketched mlp": ["model.linear=sketched", "model.sketch.layers=*.mlp.*"],
+    "some sketched": [
+        "model.linear=sketched",
+        'model.sketch.ranks={"*.key"=0, "*.gate"=0, "*.down"=0, "*"=3}',
+    ],
+    "sub-layer norms": ["model.sub_layer_norm=true"],
+    "sketched with sub-layer norms": ["model.linear=sketched", "model.sub_layer_norm=true"],
+}
+
+
+@pytest.mark.parametrize(
+    ("linear", "world", "layout"),
+    [
+        ("sketched", 2, ["layout.replicate=2", "layout.shard=1"]),
+        ("sketched", 2, ["layout.zero=3"]),
+        ("sketched", 2, ["layout.tensor=2"]),
+        ("sketched", 2, ["layout.pipeline=2"]),
+        ("sketched", 4, ["layout.tensor=2", "layout.shard=2"]),
+        ("sketched", 4, ["layout.replicate=2", "layout.shard=2"]),
+        ("sketched", 4, ["layout.tensor=2", "layout.pipeline=2"]),
+        ("sketched", 4, ["layout.tensor=2", "layout.replicate=2"]),
+        ("sketched", 4, ["layout.tensor=4"]),
+        ("sketched", 4, ["layout.tensor=2", "layout.sequence=2"]),
+        ("low rank", 4, ["layout.tensor=2", "layout.shard=2"]),
+        ("sketched mlp", 2, ["layout.tensor=2"]),
+        ("some sketched", 2, ["layout.tensor=2"]),
+        ("sub-layer norms", 4, ["layout.tensor=2", "layout.shard=2"]),
+        ("sketched with sub-layer norms", 2, ["layout.tensor=2"]),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, list) else str(x),
+)
+def test_nor_with_other_linear_layers(
+    ranks: Ranks,
+    single: Callable[..., Path],
+    tmp_path: Path,
+    linear: str,
+    world: int,
+    layout: list[str],
+) -> None:
+    model = LINEARS[linear]
+    options = [*layout, *model, "train.micro_batch=2"]
+    losses = ranks.run(train_rank, world, options, str(tmp_path / "run"), False)
+    assert len(set(losses)) == 1
+    assert_same_run(tmp_path / "run", single(*model))
+
+
+def train_compiled(rank: int, world: int, *arguments: Any) -> float:
+    torch._dynamo.reset()  # of the other run in this process, whose sizes were others
+    return train_rank(rank, world, *arguments)
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
+@pytest.mark.parametrize(
+    ("layout", "linear"), [("layout.sequence=2", []), ("layout.tensor=2", LINEARS["sketched mlp"])]
+)
+def test_blocks_are_compiled_within_a_layout(
+    ranks: Ranks, single: Callable[..., Path], tmp_path: Path, layout: str, linear: list[str]
+) -> None:
+    model = ["model.layers=1", *linear]
+    options = [layout, "train.micro_batch=4", "train.compile=true", *model]
+    ranks.run(train_compiled, 2, options, str(tmp_path / "run"), False, timeout=400)
+    assert_same_run(tmp_path / "run", single(*model))
+
+
+def test_a_run_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:
+    whole, parts, steady = tmp_path / "whole", tmp_path / "parts", "train.schedule=constant"
+    train(run_of(1, steady), whole)
+    replicated = ["layout.replicate=2", "layout.shard=1", "train.steps=3"]
+    ranks.run(train_rank, 4, ["layout.zero=3", "train.steps=2", steady], str(parts), False)
+    ranks.run(train_rank, 2, [*replicated, steady], str(parts), True)
+    train(run_of(1, steady), parts, resume=True)
+    assert_same_run(parts, whole)
