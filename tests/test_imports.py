@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "longspan"
-GROUND = {"costs", "errors", "faults", "files", "hardware", "hashing", "presets"}
+GROUND = {"costs", "dtypes", "errors", "faults", "files", "hardware", "hashing", "presets"}
+GROUND |= {"constants", "torch_internals"}
 """Plain modules that anyone may import and that import no room."""
 
 MODEL = {"attention", "nn", "sketching", "models", "config"}

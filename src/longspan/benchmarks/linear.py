@@ -31,6 +31,7 @@ from longspan.benchmarks.measure import captured, extra_mib, machine, times_of, 
 from longspan.costs import Cost, rank_for
 from longspan.errors import UserError
 from longspan.sketching import LowRankLinear, SKLinear
+from longspan.torch_internals import recompile_limit
 
 DENSE = "nn.Linear"
 CHECKED_ROWS = 256
@@ -151,7 +152,7 @@ def _measure(size: int, setting: Setting) -> list[Row]:
     x, grad = (torch.randn(shape, device=setting.device, dtype=setting.dtype) for _ in range(2))
     x.requires_grad_()
     extras: list[float | None] = [None] * len(contenders)
-    with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+    with recompile_limit(MOST_GRAPHS):
         for each in contenders:
             _check(each, x)
         passes = [_passes(each, x, grad) for each in contenders]

@@ -1,0 +1,220 @@
+"""Every private torch API that Longspan uses, in one file.
+
+All were read from torch 2.11 and 2.13, whose signatures agree in what is used here. A torch release
+that changes one fails in tests/test_torch_internals.py, and only this file needs to follow.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import _functional_collectives
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX,
+)
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "ALL_TO_ALL",
+    "ATTENTION_FORWARDS",
+    "CHECKPOINT_PREFIX",
+    "TorchDispatchMode",
+    "all_reduce",
+    "all_to_all_async",
+    "checkpoint_wrapper",
+    "cpu_flash_attention",
+    "cpu_flash_attention_backward",
+    "cudnn_attention",
+    "cudnn_attention_backward",
+    "default_process_group",
+    "fake_store",
+    "flash_attention",
+    "flash_attention_backward",
+    "flight_recorder_trace",
+    "has_dispatch_mode",
+    "has_forward_hooks",
+    "keeps_graph",
+    "local_offset",
+    "recompile_limit",
+    "wait",
+]
+
+# Dispatch modes, autograd and the compiler
+
+
+def has_dispatch_mode() -> bool:
+    """Whether a TorchDispatchMode is active, e.g. one that counts FLOPs or selects activations."""
+    return _get_current_dispatch_mode() is not None
+
+
+def keeps_graph() -> bool:
+    """Inside a backward pass: whether it was started with `retain_graph=True`."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def recompile_limit(graphs: int) -> AbstractContextManager[None]:
+    """Lets torch.compile build this many graphs per function; the default is 8."""
+    import torch._dynamo  # loaded only when something is compiled
+
+    patch: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=graphs)
+    return patch
+
+
+def has_forward_hooks(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks)
+
+
+# Collectives
+
+ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
+"""The operator behind `all_to_all_async`, as a selective checkpointing policy sees it."""
+
+
+def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
+    """The reduction of `x` over `group`, out of place; torch.compile can trace it."""
+    reduced = _functional_collectives.all_reduce(x, op, group)
+    out: Tensor = _functional_collectives.wait_tensor(reduced)  # type: ignore[no-untyped-call]
+    return out
+
+
+def all_to_all_async(
+    x: Tensor, send_counts: Sequence[int], receive_counts: Sequence[int], group: str
+) -> Tensor:
+    """Start to send send_counts[i] rows of `x` to rank i and receive receive_counts[i] from it.
+
+    The result is complete after `wait`. `group` is a process group's name. torch.compile and
+    selective checkpointing see the operator, which the public `all_to_all_single` hides.
+    """
+    received: Tensor = torch.ops._c10d_functional.all_to_all_single(
+        x.contiguous(), list(receive_counts), list(send_counts), group
+    )
+    return received
+
+
+def wait(x: Tensor) -> Tensor:
+    """Wait for the result of `all_to_all_async`."""
+    complete: Tensor = torch.ops._c10d_functional.wait_tensor(x)
+    return complete
+
+
+def default_process_group() -> dist.ProcessGroup:
+    return dist.distributed_c10d._get_default_group()
+
+
+def fake_store() -> dist.Store:
+    """A store for `init_process_group("fake", ...)`: a world without processes, for planning."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    return FakeStore()
+
+
+def flight_recorder_trace() -> dict[str, Any] | None:
+    """The trace of recent collectives; None if this build of torch has no flight recorder."""
+    from torch._C import _distributed_c10d
+
+    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
+    if dump is None:
+        return None
+    trace: dict[str, Any] = json.loads(dump())
+    return trace
+
+
+def local_offset(x: DTensor) -> tuple[int, ...]:
+    """The index in the full tensor at which this rank's shard begins."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
+    return tuple(offset)
+
+
+# Activation checkpointing: `checkpoint_wrapper` is imported above, and CHECKPOINT_PREFIX, which it
+# puts into the names of parameters.
+
+_aten = torch.ops.aten
+ATTENTION_FORWARDS: frozenset[Any] = frozenset(
+    {
+        _aten._flash_attention_forward.default,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    }
+)
+"""Forward operators of `scaled_dot_product_attention`, whose outputs are costly to recompute."""
+
+
+# Attention operators that return the log-sum-exp, which `scaled_dot_product_attention` hides, and
+# accept it in their backward pass. The CPU's and cuDNN's take (batch, heads, tokens, head_dim) and
+# a log-sum-exp (batch, heads, tokens); flash attention takes (batch, tokens, heads, head_dim).
+# No dropout: the random state is passed, but never read.
+
+
+def cpu_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        q, k, v, 0.0, is_causal, scale=scale
+    )
+    return out, lse
+
+
+def cpu_flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grad_q, grad_k, grad_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, q, k, v, out, lse, 0.0, is_causal, scale=scale
+    )
+    return grad_q, grad_k, grad_v
+
+
+def flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._flash_attention_forward(
+        q, k, v, None, None, q.shape[1], k.shape[1], 0.0, is_causal, False, scale=scale
+    )
+    return out, lse
+
+
+def flash_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rng_state = torch.empty(2, dtype=torch.int64, device=q.device)
+    grad_q, grad_k, grad_v = _aten._flash_attention_backward(
+        grad, q, k, v, out, lse, None, None, q.shape[1], k.shape[1], 0.0, is_causal, rng_state,
+        rng_state, scale=scale,
+    )  # fmt: skip
+    return grad_q, grad_k, grad_v
+
+
+def cudnn_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        q, k, v, None, True, 0.0, is_causal, False, scale=scale
+    )
+    return out, lse.squeeze(-1)
+
+
+def cudnn_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    rng_state = torch.empty(2, dtype=torch.int64, device=q.device)
+    grad_q, grad_k, grad_v = _aten._scaled_dot_product_cudnn_attention_backward(
+        grad, q, k, v, out, lse[..., None], rng_state[0], rng_state[1], None, None, None,
+        q.shape[2], k.shape[2], 0.0, is_causal, scale=scale,
+    )  # fmt: skip
+    return grad_q, grad_k, grad_v
