@@ -1,17 +1,17 @@
-"""Points of a run: to be watched, and to be broken at on purpose, for drills.
+"""Named points in a run, at which the watchdog observes progress and drills inject faults.
 
-LONGSPAN_FAULT=ACTION@POINT:RANK:N breaks it the N-th time that a rank reaches a point:
+LONGSPAN_FAULT=ACTION@POINT:RANK:N injects a fault the N-th time that a rank reaches a point:
 
-- kill: the process is gone, as by SIGKILL
-- orphan: the process that started all ranks is gone
+- kill: the process gets SIGKILL
+- kill_launcher: the process that started all ranks gets SIGKILL
 - terminate: that process gets SIGTERM, as from a scheduler
-- stop: the process stands still, as by SIGSTOP
-- full: the disk is full, at this point and from then on for a while
-- memory: there is no more memory
-- slow: the process takes half a second more, this time and from then on
+- hang: the process gets SIGSTOP
+- disk_full: the disk is full, at this visit of the point and the next
+- oom: an allocation fails
+- slow: the process sleeps for half a second, at this and every later visit
 
-LONGSPAN_FAULT_LOG names a file to which the moment is written. LONGSPAN_POISON=12,40 makes the loss
-of those steps no number, every time that they are done, as bad samples would.
+LONGSPAN_FAULT_LOG names a file that receives the time of the fault. LONGSPAN_NAN_STEPS=12,40 makes
+the loss of those steps NaN every time they are run, as bad samples would.
 """
 
 from __future__ import annotations
@@ -24,62 +24,62 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-FAULT, LOG = "LONGSPAN_FAULT", "LONGSPAN_FAULT_LOG"
-POISON = "LONGSPAN_POISON"
-PARENT = "LONGSPAN_PARENT"
-"""Set by the launcher of several processes: its own number."""
+FAULT, FAULT_LOG = "LONGSPAN_FAULT", "LONGSPAN_FAULT_LOG"
+NAN_STEPS = "LONGSPAN_NAN_STEPS"
+LAUNCHER_PID = "LONGSPAN_LAUNCHER_PID"
+"""Set by the launcher in the environment of the processes it starts."""
 
-LASTS = {"full": 1, "slow": sys.maxsize}
-"""How often a fault comes again after the first time."""
+REPEATS = {"disk_full": 1, "slow": sys.maxsize}
+"""How many further visits of the point a fault lasts."""
 
-_reached: Counter[str] = Counter()
+_visits: Counter[str] = Counter()
 _listener: Callable[[str], None] | None = None
 
 
-def listen(listener: Callable[[str], None] | None) -> None:
-    """Let `listener` hear of every point that this process comes to."""
+def set_listener(listener: Callable[[str], None] | None) -> None:
+    """Call `listener` with the name of every point that this process reaches."""
     global _listener
     _listener = listener
 
 
-def reach(point: str) -> None:
-    """Say that this process has come to `point`."""
+def fault_point(name: str) -> None:
+    """Mark that this process has reached the point `name`, and inject a fault if one is due."""
     if _listener is not None:
-        _listener(point)
-    wanted = os.environ.get(FAULT)
-    if wanted is None:
+        _listener(name)
+    spec = os.environ.get(FAULT)
+    if spec is None:
         return
-    _reached[point] += 1
-    action, place = wanted.split("@")
-    where, rank, number = place.split(":")
-    if (where, rank) != (point, os.environ.get("RANK", "0")):
+    _visits[name] += 1
+    action, place = spec.split("@")
+    point, rank, number = place.split(":")
+    if (point, rank) != (name, os.environ.get("RANK", "0")):
         return
-    since = _reached[point] - int(number)
+    since = _visits[name] - int(number)
     if since == 0:
-        Path(os.environ[LOG]).write_text(repr(time.time()))
-    if 0 <= since <= LASTS.get(action, 0):
-        _act(action)
+        Path(os.environ[FAULT_LOG]).write_text(repr(time.time()))
+    if 0 <= since <= REPEATS.get(action, 0):
+        _inject(action)
 
 
-def is_poisoned(step: int) -> bool:
-    """Whether the loss of a step is to be no number; the first is step 1."""
-    return str(step) in os.environ.get(POISON, "").split(",")
+def injects_nan(step: int) -> bool:
+    """Whether the loss of a step must become NaN; steps are counted from 1."""
+    return str(step) in os.environ.get(NAN_STEPS, "").split(",")
 
 
-def _act(action: str) -> None:
-    launcher = int(os.environ.get(PARENT, os.getpid()))
+def _inject(action: str) -> None:
+    launcher = int(os.environ.get(LAUNCHER_PID, os.getpid()))
     match action:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        case "stop":
+        case "hang":
             os.kill(os.getpid(), signal.SIGSTOP)
-        case "orphan":
+        case "kill_launcher":
             os.kill(launcher, signal.SIGKILL)
         case "terminate":
             os.kill(launcher, signal.SIGTERM)
-        case "full":
-            raise OSError(28, "No space left on device (a drill)")
-        case "memory":
-            raise MemoryError("Tried to allocate 1 GiB (a drill)")
+        case "disk_full":
+            raise OSError(28, "No space left on device (injected)")
+        case "oom":
+            raise MemoryError("Tried to allocate 1 GiB (injected)")
         case "slow":
             time.sleep(0.5)

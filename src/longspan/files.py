@@ -1,4 +1,4 @@
-"""Writing and checking files so that what is there is whole."""
+"""Atomic writes and checksums: a file or folder under its final name is always complete."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def sha256_of(path: Path) -> str:
-    """SHA-256 of a file, in hexadecimal."""
+    """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
@@ -20,32 +20,32 @@ def sha256_of(path: Path) -> str:
 
 
 @contextmanager
-def new_folder(target: Path) -> Iterator[Path]:
-    """A temporary folder that becomes `target` when the block ends well and vanishes when not.
+def atomic_folder(target: Path) -> Iterator[Path]:
+    """Yield a temporary folder that is renamed to `target` on success and deleted on an exception.
 
-    Every file in it is fsynced before the rename and the parent after it, so that a crash at any
-    moment leaves either no `target` or a whole one.
+    Every file in it is fsynced before the rename and the parent after it, so a crash at any moment
+    leaves either no `target` or a complete one.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
-    draft = target.parent / f".{target.name}.{os.getpid()}.tmp"
-    draft.mkdir()
+    temporary = target.parent / f".{target.name}.{os.getpid()}.tmp"
+    temporary.mkdir()
     try:
-        yield draft
-        for path in [*draft.iterdir(), draft]:
+        yield temporary
+        for path in [*temporary.iterdir(), temporary]:
             fsync(path)
-        draft.rename(target)
+        temporary.rename(target)
         fsync(target.parent)
     except BaseException:
-        shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves either the old one or the whole new one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    draft.write_text(text, encoding="utf-8")
-    fsync(draft)
-    draft.replace(path)
+def atomic_write_text(path: Path, text: str) -> None:
+    """Replace a file's text; a crash leaves either the old file or the complete new one."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    fsync(temporary)
+    temporary.replace(path)
 
 
 def fsync(path: Path) -> None:

@@ -1,33 +1,33 @@
-"""Checkpoints on disk. Knows tensors by name and nothing of models."""
+"""Sharded checkpoints on disk: tensors by name, independent of any model."""
 
 from longspan.checkpoint.format import (
     CHECKPOINTS,
-    Box,
-    all_in,
-    folder_of,
+    Region,
+    checkpoint_path,
     latest,
+    list_checkpoints,
     prune,
-    set_aside,
+    quarantine,
     step_of,
 )
 from longspan.checkpoint.reading import Checkpoint, check_shapes, load, open_checkpoint
-from longspan.checkpoint.writing import Draft, Part, remove_leftovers, save
+from longspan.checkpoint.writing import PendingCheckpoint, TensorShard, remove_leftovers, save
 
 __all__ = [
     "CHECKPOINTS",
-    "Box",
     "Checkpoint",
-    "Draft",
-    "Part",
-    "all_in",
+    "PendingCheckpoint",
+    "Region",
+    "TensorShard",
     "check_shapes",
-    "folder_of",
+    "checkpoint_path",
     "latest",
+    "list_checkpoints",
     "load",
     "open_checkpoint",
     "prune",
+    "quarantine",
     "remove_leftovers",
     "save",
-    "set_aside",
     "step_of",
 ]

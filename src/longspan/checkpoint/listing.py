@@ -1,18 +1,23 @@
-"""The checkpoints of a run as people see and remove them."""
+"""`longspan checkpoint`: list, verify and remove the checkpoints of a run."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from longspan.checkpoint.format import ASIDE, all_in, folder_of, remove
+from longspan.checkpoint.format import (
+    QUARANTINE_PREFIX,
+    checkpoint_path,
+    list_checkpoints,
+    remove,
+)
 from longspan.checkpoint.reading import open_checkpoint
 from longspan.errors import UserError
 
 
 @dataclass(frozen=True)
-class Listed:
-    """One checkpoint; `problem` says what is wrong with it, as far as it was looked at."""
+class CheckpointInfo:
+    """One checkpoint; `problem` is None if it is intact as far as it was checked."""
 
     name: str
     step: int | None
@@ -21,37 +26,37 @@ class Listed:
     problem: str | None
 
 
-def listed(folder: Path, *, checked: bool) -> list[Listed]:
-    """All of a run's, oldest first, those set aside last; `checked` reads every byte."""
+def inspect_checkpoints(folder: Path, *, verify: bool) -> list[CheckpointInfo]:
+    """Describe checkpoints, oldest first, quarantined ones last; `verify` checks every byte."""
     if not folder.is_dir():
-        raise UserError(f"{folder} is not there: expected the folder of a run")
-    aside = sorted(path for path in folder.glob(f"{ASIDE}step-*") if path.is_dir())
-    return [_listed(path, checked=checked) for path in [*all_in(folder), *aside]]
+        raise UserError(f"{folder} does not exist: expected the folder of a run")
+    pattern = f"{QUARANTINE_PREFIX}step-*"
+    quarantined = sorted(path for path in folder.glob(pattern) if path.is_dir())
+    return [_inspect(path, verify=verify) for path in [*list_checkpoints(folder), *quarantined]]
 
 
-def _listed(path: Path, *, checked: bool) -> Listed:
+def _inspect(path: Path, *, verify: bool) -> CheckpointInfo:
     size = sum(file.lstat().st_size for file in path.iterdir())
     try:
         saved = open_checkpoint(path)
-        if checked:
+        if verify:
             saved.check()
     except UserError as error:
-        return Listed(path.name, None, size, 0, str(error))
+        return CheckpointInfo(path.name, None, size, 0, str(error))
     ranks = len(saved.files_of("model"))
-    problem = "set aside" if path.name.startswith(ASIDE) else None
-    return Listed(path.name, saved.step, size, ranks, problem)
+    problem = "quarantined" if path.name.startswith(QUARANTINE_PREFIX) else None
+    return CheckpointInfo(path.name, saved.step, size, ranks, problem)
 
 
 def remove_steps(folder: Path, steps: list[int]) -> None:
-    """Remove the checkpoints of some steps, but never the last that is whole."""
-    whole = [entry.step for entry in listed(folder, checked=True) if entry.problem is None]
+    """Remove the checkpoints of some steps, but never the last intact one."""
+    intact = [entry.step for entry in inspect_checkpoints(folder, verify=True) if not entry.problem]
     for step in steps:
-        if not folder_of(folder, step).is_dir():
-            raise UserError(f"{folder} holds no checkpoint of step {step}")
-    if whole and set(whole) <= set(steps):
+        if not checkpoint_path(folder, step).is_dir():
+            raise UserError(f"{folder} has no checkpoint of step {step}")
+    if intact and set(intact) <= set(steps):
         raise UserError(
-            f"step {whole[-1]} would be the last whole checkpoint to go: leave one, or remove the "
-            "run's folder"
+            f"step {intact[-1]} is the last intact checkpoint: keep one, or remove the run's folder"
         )
     for step in sorted(set(steps)):
-        remove(folder_of(folder, step))
+        remove(checkpoint_path(folder, step))

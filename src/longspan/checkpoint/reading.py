@@ -1,4 +1,4 @@
-"""Reading a checkpoint: whole tensors, or the box that a rank is to hold."""
+"""Reading a checkpoint: full tensors, or the regions that a rank needs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from longspan.checkpoint.format import Box, Manifest, is_missing, read_manifest
+from longspan.checkpoint.format import Manifest, Region, is_missing, read_manifest
 from longspan.errors import Damaged, UserError
 from longspan.files import sha256_of
 
 
 class Checkpoint:
-    """A checkpoint whose manifest has been read. Files are checked by `check`, before any use."""
+    """A checkpoint whose manifest is valid. Call `check` before reading tensors."""
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
-        self._opened: dict[str, Any] = {}
+        self._open_files: dict[str, Any] = {}
 
     @property
     def step(self) -> int:
@@ -30,7 +30,7 @@ class Checkpoint:
 
     @property
     def state(self) -> dict[str, Any]:
-        """What is not a tensor: data position, scaler."""
+        """State other than tensors: data position, gradient scaler."""
         return self.manifest.state
 
     @cached_property
@@ -38,7 +38,7 @@ class Checkpoint:
         return sorted(self.manifest.files)
 
     def shapes(self, group: str) -> dict[str, tuple[int, ...]]:
-        """Whole shapes of a group's tensors, by name without the group."""
+        """Return the global shapes of a group's tensors, by name without the group."""
         prefix = f"{group}/"
         return {
             name.removeprefix(prefix): entry.shape
@@ -50,53 +50,59 @@ class Checkpoint:
         return [name for name in self.files if name.startswith(f"{group}-")]
 
     def check(self, files: Iterable[str] | None = None) -> None:
-        """Damaged unless these files, or all, are as they were written.
+        """Compare the SHA-256 of these files, or of all, with the manifest.
 
-        UserError where one cannot be read, which may pass.
+        Raise Damaged if one differs or is missing, UserError if one cannot be read, which may be
+        transient.
         """
         for name in self.files if files is None else files:
             try:
                 if sha256_of(self.path / name) != self.manifest.files[name]:
                     raise ValueError(f"{name} is damaged: its SHA-256 is not the manifest's")
             except (OSError, ValueError) as error:
-                passes = isinstance(error, OSError) and not is_missing(error)
-                kind = UserError if passes else Damaged
+                is_transient = isinstance(error, OSError) and not is_missing(error)
+                kind = UserError if is_transient else Damaged
                 raise kind(f"cannot use the checkpoint {self.path}: {error}") from error
 
     def close(self) -> None:
-        """Let go of its files, so that their space is free once it is removed."""
-        self._opened.clear()
+        """Close the files, so that removing the checkpoint frees their space."""
+        self._open_files.clear()
 
-    def read(self, name: str, box: Box | None = None) -> Tensor:
-        """The values of a "group/name" in `box`, or all of them."""
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """Return `region` of the tensor "group/name", or the full tensor, from all its shards."""
         entry = self.manifest.tensors[name]
-        whole = Box.whole(entry.shape)
-        box = box or whole
-        assert not prod(box.shape) or box.shared(whole) == box or not entry.shape, (box, entry)
-        found = None
-        for stored in entry.boxes:
-            shared = stored.shared(box)
-            if shared is None and entry.shape:
+        full = Region.full(entry.shape)
+        region = region or full
+        is_inside = region.intersection(full) == region
+        assert not prod(region.shape) or is_inside or not entry.shape, (region, entry)
+        out = None
+        for shard in entry.shards:
+            overlap = shard.intersection(region)
+            if overlap is None and entry.shape:
                 continue
-            values = self._values(stored.file, name, stored, shared or stored)
-            if found is None:
-                found = values.new_empty(box.shape)
-            found[(shared or box).slices_of(box)] = values
-        if found is None:  # a rank that holds nothing of it
-            return torch.empty(box.shape)
-        return found
+            values = self._read_shard(shard.file, name, shard, overlap or shard)
+            if out is None:
+                out = values.new_empty(region.shape)
+            out[(overlap or region).slices_within(region)] = values
+        if out is None:  # an empty region: a rank that holds nothing of this tensor
+            return torch.empty(region.shape)
+        return out
 
-    def _values(self, file: str, name: str, stored: Box, wanted: Box) -> Tensor:
+    def _read_shard(self, file: str, name: str, shard: Region, wanted: Region) -> Tensor:
         try:
-            if file not in self._opened:
-                self._opened[file] = safe_open(self.path / file, "pt")
-            opened = self._opened[file]
-            held = opened.get_slice(name)
-            dtype, shape = held.get_dtype(), tuple(held.get_shape())
-            if (dtype, shape) != (self.manifest.tensors[name].dtype, stored.shape):
-                raise ValueError(f"{name} is {dtype} of shape {shape}, not as the manifest says")
+            if file not in self._open_files:
+                self._open_files[file] = safe_open(self.path / file, "pt")
+            opened = self._open_files[file]
+            stored = opened.get_slice(name)
+            dtype, shape = stored.get_dtype(), tuple(stored.get_shape())
+            expected = self.manifest.tensors[name].dtype, shard.shape
+            if (dtype, shape) != expected:
+                raise ValueError(
+                    f"{name} is {dtype} of shape {shape}, but the manifest says {expected[0]} of "
+                    f"shape {expected[1]}"
+                )
             values: Tensor = (
-                held[wanted.slices_of(stored)] if stored.shape else opened.get_tensor(name)
+                stored[wanted.slices_within(shard)] if shard.shape else opened.get_tensor(name)
             )
         except (OSError, ValueError, SafetensorError) as error:
             raise UserError(f"cannot use the checkpoint {self.path}: {file}: {error}") from error
@@ -108,19 +114,19 @@ def open_checkpoint(path: Path) -> Checkpoint:
 
 
 def load(path: Path, group: str) -> dict[str, Tensor]:
-    """A group's whole tensors by name, every file of it checked."""
+    """Load a group's full tensors by name, after checking its files."""
     saved = open_checkpoint(path)
     saved.check(saved.files_of(group))
     return {name: saved.read(f"{group}/{name}") for name in saved.shapes(group)}
 
 
 def check_shapes(shapes: Mapping[str, tuple[int, ...]], saved: Checkpoint) -> None:
-    """Refuse a checkpoint whose weights are not those of `shapes`, by parameter name."""
+    """Raise UserError unless the checkpoint's weights have the names and shapes in `shapes`."""
     found = saved.shapes("model")
     for name in sorted(shapes.keys() | found.keys()):
         if shapes.get(name) != found.get(name):
             raise UserError(
-                f"the run's model and {saved.path} differ at {name}: the run has "
+                f"the model and the checkpoint {saved.path} differ at {name}: the model has shape "
                 f"{shapes.get(name)}, the checkpoint {found.get(name)}; resume with the [model] it "
                 "was trained with"
             )

@@ -1,4 +1,4 @@
-"""Writing a checkpoint: each rank its own files, then the manifest, then the name."""
+"""Writing a checkpoint: every rank writes its shards, then one rank writes the manifest."""
 
 from __future__ import annotations
 
@@ -15,151 +15,153 @@ from torch import Tensor
 
 from longspan.checkpoint.format import (
     MANIFEST,
-    Box,
-    Entry,
     Manifest,
-    Stored,
-    folder_of,
+    Region,
+    StoredShard,
+    TensorEntry,
+    checkpoint_path,
 )
-from longspan.faults import reach
+from longspan.faults import fault_point
 from longspan.files import fsync, sha256_of
-
-
-@dataclass(frozen=True)
-class Part:
-    """What one rank holds of a tensor: the values of `box`, of a whole of `shape`."""
-
-    values: Tensor
-    shape: tuple[int, ...]
-    box: Box
-
-    @staticmethod
-    def whole(x: Tensor) -> Part:
-        shape = tuple(x.shape)
-        return Part(x, shape, Box.whole(shape))
-
-
-Parts = Mapping[str, Part]
-"""By "group/name", and by "group/name#1", "group/name#2" … what else the rank holds of that tensor,
-where that is no one box: a file per group, number and rank."""
-
 
 REPLACED = ".replaced"
 
 
-class Draft:
-    """The checkpoint of a step, in a folder that has not got its name yet.
+@dataclass(frozen=True)
+class TensorShard:
+    """A rank's shard of a tensor: the values of `region`, within the global `shape`."""
 
-    Every rank calls `write`, one of them `commit` once all have; `drop` gives it up. None of them
-    needs the others' processes: they meet on the file system.
+    values: Tensor
+    shape: tuple[int, ...]
+    region: Region
+
+    @staticmethod
+    def full(x: Tensor) -> TensorShard:
+        """Return a shard that is the entire tensor."""
+        shape = tuple(x.shape)
+        return TensorShard(x, shape, Region.full(shape))
+
+
+TensorShards = Mapping[str, TensorShard]
+"""Shards by "group/name". Further shards of the same tensor, for a rank whose elements form more
+than one region, are named "group/name#1", "group/name#2" …; each number has a file of its own."""
+
+
+class PendingCheckpoint:
+    """The checkpoint of a step while it is written, in a folder with a temporary name.
+
+    Every rank calls `write`. Then one rank calls `commit`, or `discard` to give up. Ranks exchange
+    data through the file system alone, not through collectives.
     """
 
     def __init__(self, folder: Path, step: int) -> None:
         self.folder, self.step = folder, step
-        self.path = folder / f".{folder_of(folder, step).name}.tmp"
+        self.path = folder / f".{checkpoint_path(folder, step).name}.tmp"
 
-    def write(self, parts: Parts, rank: int) -> None:
-        """The files of one rank, and a list of what they hold."""
+    def write(self, shards: TensorShards, rank: int) -> None:
+        """Write the files of one rank, and a list of their contents."""
         self.path.mkdir(parents=True, exist_ok=True)
         files: dict[str, str] = {}
         tensors: list[tuple[str, dict[str, Any]]] = []
-        for (group, number), of_group in _by_group(parts).items():
-            path = self.path / f"{group}-{rank:05d}{number}.safetensors"
-            values = {name: part.values.contiguous() for name, part in of_group.items()}
-            reach("writing")
+        for (group, suffix), of_file in _by_file(shards).items():
+            path = self.path / f"{group}-{rank:05d}{suffix}.safetensors"
+            values = {name: shard.values.contiguous() for name, shard in of_file.items()}
+            fault_point("writing")
             save_file(values, path)
             fsync(path)
             files[path.name] = sha256_of(path)
-            types = _types(path)
-            for name, part in of_group.items():
-                stored = {**part.box.model_dump(mode="json"), "file": path.name}
-                listing = {"dtype": types[name], "shape": part.shape, "box": stored}
-                tensors.append((name, listing))
-        listed = self.path / f"rank-{rank:05d}.json"
-        listed.write_text(json.dumps({"files": files, "tensors": tensors}), encoding="utf-8")
+            dtypes = _dtypes(path)
+            for name, shard in of_file.items():
+                stored = {**shard.region.model_dump(mode="json"), "file": path.name}
+                entry = {"dtype": dtypes[name], "shape": shard.shape, "shard": stored}
+                tensors.append((name, entry))
+        contents = self.path / f"rank-{rank:05d}.json"
+        contents.write_text(json.dumps({"files": files, "tensors": tensors}), encoding="utf-8")
 
     def commit(self, state: dict[str, Any], ranks: int) -> Path:
-        """Give it its name, once all `ranks` have written."""
-        lists = [self.path / f"rank-{rank:05d}.json" for rank in range(ranks)]
-        found = [json.loads(path.read_text(encoding="utf-8")) for path in lists]
+        """Write the manifest and rename the folder, once all `ranks` have written."""
+        paths = [self.path / f"rank-{rank:05d}.json" for rank in range(ranks)]
+        contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         manifest = Manifest(
             step=self.step,
             state=state,
-            files={name: sha for each in found for name, sha in each["files"].items()},
-            tensors=_entries(each["tensors"] for each in found),
+            files={name: sha for of_rank in contents for name, sha in of_rank["files"].items()},
+            tensors=_entries(of_rank["tensors"] for of_rank in contents),
         )
-        for path in lists:
+        for path in paths:
             path.unlink()
         (self.path / MANIFEST).write_text(manifest.to_text(), encoding="utf-8")
         fsync(self.path / MANIFEST)
         fsync(self.path)
-        reach("naming")
-        target = folder_of(self.folder, self.step)
-        old = self.folder / f".{target.name}{REPLACED}"
+        fault_point("commit")
+        target = checkpoint_path(self.folder, self.step)
+        replaced = self.folder / f".{target.name}{REPLACED}"
         if target.exists():
-            target.rename(old)
+            target.rename(replaced)
         self.path.rename(target)
         fsync(self.folder)
-        shutil.rmtree(old, ignore_errors=True)
+        shutil.rmtree(replaced, ignore_errors=True)
         return target
 
-    def drop(self) -> None:
+    def discard(self) -> None:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def save(folder: Path, step: int, parts: Parts, state: dict[str, Any]) -> Path:
-    """A checkpoint of one process, at once."""
+def save(folder: Path, step: int, shards: TensorShards, state: dict[str, Any]) -> Path:
+    """Save a checkpoint from a single process, synchronously."""
     remove_leftovers(folder)
-    draft = Draft(folder, step)
+    pending = PendingCheckpoint(folder, step)
     try:
-        draft.write(parts, 0)
-        return draft.commit(state, 1)
+        pending.write(shards, 0)
+        return pending.commit(state, 1)
     except BaseException:
-        draft.drop()
+        pending.discard()
         raise
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Of a process that was killed while it saved or removed one.
+    """Remove what a process left behind that was killed while it saved or removed a checkpoint.
 
-    One that was to be replaced, and whose successor had no name yet, gets its own back.
+    A checkpoint that was about to be replaced gets its name back if its replacement has none yet.
     """
-    for old in folder.glob(f".step-*{REPLACED}"):
-        target = folder / old.name.removeprefix(".").removesuffix(REPLACED)
+    for replaced in folder.glob(f".step-*{REPLACED}"):
+        target = folder / replaced.name.removeprefix(".").removesuffix(REPLACED)
         if target.exists():
-            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
         else:
-            old.rename(target)
+            replaced.rename(target)
     for pattern in (".step-*.tmp", ".step-*.removed"):
         for leftover in folder.glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
 
 
-def _by_group(parts: Parts) -> dict[tuple[str, str], dict[str, Part]]:
-    """By what the file names begin and end with."""
-    groups: dict[tuple[str, str], dict[str, Part]] = {}
-    for key, part in parts.items():
+def _by_file(shards: TensorShards) -> dict[tuple[str, str], dict[str, TensorShard]]:
+    """Group shards by the file they belong to: (group, suffix of the file name)."""
+    files: dict[tuple[str, str], dict[str, TensorShard]] = {}
+    for key, shard in shards.items():
         name, _, number = key.partition("#")
         file = name.split("/")[0], number and f"-{number}"
-        groups.setdefault(file, {})[name] = part
-    return groups
+        files.setdefault(file, {})[name] = shard
+    return files
 
 
-def _types(path: Path) -> dict[str, str]:
+def _dtypes(path: Path) -> dict[str, str]:
     with safe_open(path, "pt") as file:
         return {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
 
 
-def _entries(found: Iterable[Iterable[tuple[str, Any]]]) -> dict[str, Entry]:
-    boxes: dict[str, list[Stored]] = {}
+def _entries(ranks: Iterable[Iterable[tuple[str, Any]]]) -> dict[str, TensorEntry]:
+    """Merge what every rank has written into one entry per tensor."""
+    shards: dict[str, list[StoredShard]] = {}
     known: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for tensors in found:
-        for name, listed in tensors:
-            known[name] = listed["dtype"], tuple(listed["shape"])
-            box = listed["box"]
-            stored = Stored(start=tuple(box["start"]), shape=tuple(box["shape"]), file=box["file"])
-            boxes.setdefault(name, []).append(stored)
+    for tensors in ranks:
+        for name, entry in tensors:
+            known[name] = entry["dtype"], tuple(entry["shape"])
+            shard = entry["shard"]
+            start, shape = tuple(shard["start"]), tuple(shard["shape"])
+            stored = StoredShard(start=start, shape=shape, file=shard["file"])
+            shards.setdefault(name, []).append(stored)
     return {
-        name: Entry(dtype=dtype, shape=shape, boxes=tuple(boxes[name]))
+        name: TensorEntry(dtype=dtype, shape=shape, shards=tuple(shards[name]))
         for name, (dtype, shape) in known.items()
     }

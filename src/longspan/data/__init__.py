@@ -1,13 +1,13 @@
-"""Tokens: shards on disk, the sources of samples, and their stateless order."""
+"""Training data: token shards on disk, sources of samples, and their stateless shuffling."""
 
 from longspan.data.source import (
     Baseline,
     Batch,
     Sample,
     Source,
-    batch_of,
+    collate,
     count_targets,
     open_source,
 )
 
-__all__ = ["Baseline", "Batch", "Sample", "Source", "batch_of", "count_targets", "open_source"]
+__all__ = ["Baseline", "Batch", "Sample", "Source", "collate", "count_targets", "open_source"]

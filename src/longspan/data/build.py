@@ -1,4 +1,4 @@
-"""`longspan data build`: text files, folders, JSONL and Hugging Face datasets into token shards."""
+"""`longspan data build`: tokenize text files, JSONL and Hugging Face datasets into token shards."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 from longspan.data.shards import DTYPES, INDEX, SPLITS, Index, Shard, dtype_for
 from longspan.data.tokenizer import TOKENIZER, ByteTokenizer, JsonTokenizer, Tokenizer
 from longspan.errors import UserError
-from longspan.files import new_folder
+from longspan.files import atomic_folder
 
 _VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 
@@ -23,7 +23,7 @@ _VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 class Document:
     text: str
     split: Literal["train", "validation"] | None = None
-    """Set where the input itself names its split."""
+    """Set if the input itself names its split."""
 
 
 def build(
@@ -37,11 +37,11 @@ def build(
 ) -> Index:
     """Write the documents of `inputs` as token shards into the new folder `out`.
 
-    A document goes to the validation split by a hash of its text, so that equal documents never
-    stand on both sides and a second build of the same text is the same.
+    A hash of its text assigns a document to the train or validation split, so duplicates are never
+    in both, and building the same text twice gives the same files.
     """
     if out.exists():
-        raise UserError(f"{out} exists already: choose a folder that does not, or remove it")
+        raise UserError(f"{out} already exists: choose another folder, or remove it")
     if not 0 <= validation < 1:
         raise UserError(f"--validation must be at least 0 and below 1, got {validation}")
     for path in inputs:
@@ -50,14 +50,14 @@ def build(
     encoder: Tokenizer = JsonTokenizer(tokenizer) if tokenizer else ByteTokenizer()
     dtype = dtype_for(encoder.vocab)
     try:
-        with new_folder(out) as draft:
-            writers = {s: _Writer(draft, s, dtype, shard_tokens) for s in SPLITS}
+        with atomic_folder(out) as folder:
+            writers = {s: _ShardWriter(folder, s, dtype, shard_tokens) for s in SPLITS}
             for document in _documents(inputs, field_name):
                 tokens = encoder.encode(document.text)
                 if not tokens:
                     continue
-                if encoder.end is not None:
-                    tokens.append(encoder.end)
+                if encoder.eos is not None:
+                    tokens.append(encoder.eos)
                 writers[document.split or _split_of(document.text, validation)].add(tokens)
             shards = [shard for writer in writers.values() for shard in writer.finish()]
             if not any(shard.split == "train" for shard in shards):
@@ -65,9 +65,9 @@ def build(
                     "found no text for the train split in " + ", ".join(map(str, inputs))
                 )
             if tokenizer is not None:
-                (draft / TOKENIZER).write_bytes(tokenizer.read_bytes())
+                (folder / TOKENIZER).write_bytes(tokenizer.read_bytes())
             index = Index(tokenizer=encoder.name, vocab=encoder.vocab, dtype=dtype, shards=shards)
-            (draft / INDEX).write_text(index.model_dump_json(), encoding="utf-8")
+            (folder / INDEX).write_text(index.model_dump_json(), encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot build {out}: {error.filename or out}: {error.strerror}") from error
     return index
@@ -79,15 +79,18 @@ def _split_of(text: str, validation: float) -> Literal["train", "validation"]:
 
 
 @dataclass
-class _Writer:
-    """Appends documents of one split to shards of about `limit` tokens."""
+class _ShardWriter:
+    """Appends the documents of one split to shards of at most `limit` tokens.
+
+    A longer document gets a shard of its own.
+    """
 
     folder: Path
     split: Literal["train", "validation"]
     dtype: str
     limit: int
     shards: list[Shard] = field(default_factory=list)
-    _parts: list[bytes] = field(default_factory=list)
+    _encoded: list[bytes] = field(default_factory=list)
     _ends: list[int] = field(default_factory=list)
 
     def add(self, tokens: list[int]) -> None:
@@ -95,7 +98,7 @@ class _Writer:
         if start and start + len(tokens) > self.limit:
             self._flush()
             start = 0
-        self._parts.append(np.asarray(tokens, dtype=DTYPES[self.dtype]).tobytes())
+        self._encoded.append(np.asarray(tokens, dtype=DTYPES[self.dtype]).tobytes())
         self._ends.append(start + len(tokens))
 
     def finish(self) -> list[Shard]:
@@ -104,7 +107,7 @@ class _Writer:
         return self.shards
 
     def _flush(self) -> None:
-        content = b"".join(self._parts)
+        content = b"".join(self._encoded)
         name = f"{self.split}-{len(self.shards):05d}.bin"
         (self.folder / name).write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
@@ -117,7 +120,7 @@ class _Writer:
                 document_ends=self._ends,
             )
         )
-        self._parts, self._ends = [], []
+        self._encoded, self._ends = [], []
 
 
 def _documents(inputs: list[Path], field_name: str) -> Iterator[Document]:
@@ -131,7 +134,7 @@ def _documents(inputs: list[Path], field_name: str) -> Iterator[Document]:
 
 
 def _from_folder(folder: Path, field_name: str) -> Iterator[Document]:
-    """Every file below, in order of path, but hidden ones and those that are not text."""
+    """Yield the documents of all text files below `folder`, hidden ones excluded, in path order."""
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         if path.is_file() and not hidden and _is_text(path):
@@ -170,8 +173,10 @@ def _from_jsonl(path: Path, field_name: str) -> Iterator[Document]:
 def _text_of(record: object, field_name: str, where: str) -> str:
     text = record.get(field_name) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise UserError(f"{where} has no text under {field_name!r} (it has {has}): set --field")
+        got = type(record).__name__
+        if isinstance(record, dict):
+            got = f"fields {', '.join(record)}"
+        raise UserError(f"{where} has no text in the field {field_name!r}, got {got}: set --field")
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -188,12 +193,12 @@ def _from_hf(path: Path, field_name: str) -> Iterator[Document]:
         ) from error
     try:
         loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # whatever the library and Arrow below it raise
+    except Exception as error:  # the library and Arrow raise many kinds
         raise UserError(f"{path} is not a readable Hugging Face dataset: {error}") from error
-    parts = loaded.items() if isinstance(loaded, datasets.DatasetDict) else [(None, loaded)]
-    for name, part in parts:
+    splits = loaded.items() if isinstance(loaded, datasets.DatasetDict) else [(None, loaded)]
+    for name, records in splits:
         split: Literal["train", "validation"] | None = "train" if name else None
         if name in _VALIDATION_NAMES:
             split = "validation"
-        for number, record in enumerate(part):
+        for number, record in enumerate(records):
             yield Document(_text_of(record, field_name, f"{path}, record {number}"), split)

@@ -1,13 +1,13 @@
 """Token shards: memory-mapped .bin files beside one index.json.
 
     FOLDER/
-      index.json            what follows, and per shard its bytes, SHA-256 and document ends
-      train-00000.bin       tokens, little-endian, of the index's dtype
+      index.json            tokenizer, dtype, and each shard's size, SHA-256 and document ends
+      train-00000.bin       tokens, little-endian, in the index's dtype
       validation-00000.bin
-      tokenizer.json        where the tokenizer is not bytes
+      tokenizer.json        unless the tokenizer is bytes
 
-A document's end is the position after its last token, counted within the shard. Documents never
-cross shards.
+A document's end is the position after its last token, relative to the shard. A document never spans
+two shards.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class Shard(_Strict):
     document_ends: Annotated[list[Count], Field(min_length=1)]
 
     @model_validator(mode="after")
-    def _ends_rise_to_the_token_count(self) -> Shard:
+    def _document_ends_increase_to_token_count(self) -> Shard:
         ends = np.asarray(self.document_ends)
         if ends[-1] != self.tokens or (np.diff(ends, prepend=0) <= 0).any():
-            raise ValueError(f"the document ends of {self.file} do not rise to its token count")
+            raise ValueError(f"the document ends of {self.file} do not increase to its token count")
         return self
 
 
@@ -58,27 +58,28 @@ class Index(_Strict):
 
 
 def dtype_for(vocab: int) -> Literal["uint8", "uint16", "uint32"]:
-    """The smallest token type that holds a vocabulary."""
+    """Return the smallest dtype that can hold every token of a vocabulary."""
     return "uint8" if vocab <= 1 << 8 else "uint16" if vocab <= 1 << 16 else "uint32"
 
 
 def read_index(folder: Path) -> Index:
-    """The index of a folder of shards, checked field by field."""
+    """Read and validate the index of a folder of shards."""
     path = folder / INDEX
     try:
         return Index.model_validate_json(path.read_bytes())
     except OSError as error:
         raise UserError(
-            f"cannot read {path}: {error.strerror}; make the folder with `longspan data build`"
+            f"cannot read {path}: {error.strerror}; create the folder with `longspan data build`"
         ) from error
     except ValidationError as error:
         raise UserError(
-            f"{path} is not a {FORMAT} index: {first_problem(error)}; build the folder again"
+            f"{path} is not a {FORMAT} index: {first_problem(error)}; rebuild the folder with "
+            "`longspan data build`"
         ) from error
 
 
 def map_shard(folder: Path, index: Index, shard: Shard) -> NDArray[Any]:
-    """A shard's tokens, memory-mapped; its size must be what the index says."""
+    """Memory-map a shard's tokens, after checking its size against the index."""
     path = folder / shard.file
     dtype = np.dtype(DTYPES[index.dtype])
     expected = shard.tokens * dtype.itemsize
@@ -98,7 +99,7 @@ def map_shard(folder: Path, index: Index, shard: Shard) -> NDArray[Any]:
 
 
 def inspect_folder(folder: Path) -> dict[str, Any]:
-    """What a folder of shards holds; every file's size and SHA-256 is checked."""
+    """Summarize a folder of shards, after checking the size and SHA-256 of every file."""
     index = read_index(folder)
     for shard in index.shards:
         map_shard(folder, index, shard)

@@ -1,8 +1,7 @@
-"""Sources of samples. A sample is a pure function of (seed, index): resume is one integer.
+"""Sources of samples. A sample is a pure function of (seed, index): one integer resumes a run.
 
-Whatever the batch size or the number of processes, step by step the run consumes sample 0, 1, 2…
-of one endless order: epoch after epoch of the split's windows, each epoch shuffled by its own
-keyed permutation.
+A run consumes samples 0, 1, 2… of one infinite sequence, whatever its batch size and number of
+processes: epoch after epoch of the split's windows, each shuffled by its own keyed permutation.
 """
 
 from __future__ import annotations
@@ -21,32 +20,30 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from longspan.config import Data, Model
-from longspan.data.permutation import mix, permute
+from longspan.constants import IGNORE_INDEX
+from longspan.data.permutation import permute
 from longspan.data.shards import SPLITS, map_shard, read_index
-from longspan.data.tokenizer import ByteTokenizer, Tokenizer, tokenizer_beside
+from longspan.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from longspan.errors import UserError
-
-IGNORED = -100
-"""The target of a position that carries no loss."""
+from longspan.hashing import hash64
 
 Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One sequence: tokens, the next token at each position or IGNORED, and the document of each.
-
-    Each is int64 of shape (context,). Documents are numbered from 0 within the sample.
-    """
+    """One sequence of `context` tokens. Arrays are int64 of shape (context,)."""
 
     tokens: Ints
     targets: Ints
-    documents: Ints
+    """The next token at each position, or IGNORE_INDEX for no loss."""
+    document_ids: Ints
+    """The document of each token, counted from 0 within the sample."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Samples stacked: int64 tensors of shape (batch, context)."""
+    """A batch of samples: int64 tensors of shape (batch, context)."""
 
     tokens: Tensor
     targets: Tensor
@@ -54,46 +51,46 @@ class Batch:
 
 @dataclass(frozen=True)
 class Baseline:
-    """What a model that uses no long context reaches on the same targets, in nats per token."""
+    """The loss of a model without long context on the same targets, in nats per token."""
 
     name: str
     nats: float
 
 
 class Source(ABC):
-    """Where samples come from."""
+    """A source of training and validation samples."""
 
     tokenizer: Tokenizer | None
     fingerprint: str
-    """SHA-256 that tells this data from any other."""
+    """SHA-256 that identifies the data."""
 
     @abstractmethod
     def describe(self) -> str:
-        """One line for people."""
+        """Describe the data in one line."""
 
     @abstractmethod
     def sample(self, seed: int, index: int) -> Sample:
-        """Training sample `index` of the endless order that `seed` selects."""
+        """Return training sample `index` of the infinite sequence that `seed` selects."""
 
     @abstractmethod
-    def targets_in(self, seed: int, index: int) -> int:
-        """How many positions of training sample `index` carry loss, without reading it.
+    def num_targets(self, seed: int, index: int) -> int:
+        """Return how many positions of training sample `index` have a target, without reading it.
 
-        So every process knows how many the whole step has, whichever samples it reads itself.
+        So every rank knows the number of targets in the global batch without communication.
         """
 
     @abstractmethod
     def validation_samples(self, count: int) -> list[Sample]:
-        """The first `count` validation samples, or all where there are fewer; the same always."""
+        """Return the first `count` validation samples, or all if fewer; the same in every run."""
 
     @abstractmethod
     def baseline(self, samples: list[Sample]) -> Baseline:
-        """What these samples cost without long context."""
+        """Return the loss on these samples that needs no long context."""
 
 
 @dataclass(frozen=True)
-class Tokens:
-    """One split: arrays that read as if concatenated, and the global end of each document."""
+class TokenSplit:
+    """One split: arrays that are read as if concatenated, and the end of each document."""
 
     arrays: list[NDArray[Any]]
     document_ends: Ints
@@ -103,21 +100,21 @@ class Tokens:
         return sum(len(array) for array in self.arrays)
 
     def read(self, start: int, stop: int) -> Ints:
-        parts, offset = [], 0
+        chunks, offset = [], 0
         for array in self.arrays:
             low, high = max(start - offset, 0), min(stop - offset, len(array))
             if low < high:
-                parts.append(array[low:high].astype(np.int64))
+                chunks.append(array[low:high].astype(np.int64))
             offset += len(array)
-        return np.concatenate(parts)
+        return np.concatenate(chunks)
 
 
 class TokenSource(Source):
-    """Documents in a row, cut into windows of `context` tokens."""
+    """Packs documents: concatenates them and splits the stream into windows of `context` tokens."""
 
     def __init__(
         self,
-        splits: dict[str, Tokens],
+        splits: dict[str, TokenSplit],
         context: int,
         tokenizer: Tokenizer,
         vocab: int,
@@ -128,32 +125,32 @@ class TokenSource(Source):
         self.tokenizer = tokenizer
         self.vocab = vocab
         self.fingerprint = fingerprint
-        if self.windows("train") == 0:
+        if self.num_windows("train") == 0:
             raise UserError(
-                f"the train split holds {splits['train'].total:,} tokens, fewer than one sample "
-                f"of data.context + 1 = {context + 1:,}: lower data.context or add text"
+                f"the train split has {splits['train'].total:,} tokens, fewer than one sample "
+                f"of data.context + 1 = {context + 1:,}: reduce data.context or add text"
             )
 
-    def windows(self, split: str) -> int:
-        """Samples in one pass; the last token is only ever a target, a ragged end is left out."""
+    def num_windows(self, split: str) -> int:
+        """Return the number of samples per epoch. A partial window at the end is dropped."""
         return max(0, self.splits[split].total - 1) // self.context
 
     def describe(self) -> str:
-        parts = [f"{split} {self.splits[split].total:,}" for split in self.splits]
-        return f"tokens: {', '.join(parts)}; {self.windows('train'):,} samples an epoch"
+        sizes = [f"{split} {self.splits[split].total:,}" for split in self.splits]
+        return f"tokens: {', '.join(sizes)}; {self.num_windows('train'):,} samples per epoch"
 
     def sample(self, seed: int, index: int) -> Sample:
         return self._window("train", self._train_window(seed, index))
 
-    def targets_in(self, seed: int, index: int) -> int:
-        # All positions but those that end a document, of which there is one per end in the window.
+    def num_targets(self, seed: int, index: int) -> int:
+        # The last token of each document has no target.
         start = self._train_window(seed, index) * self.context
         ends = self.splits["train"].document_ends
         first, last = np.searchsorted(ends, [start, start + self.context], side="right")
         return self.context - int(last - first)
 
     def validation_samples(self, count: int) -> list[Sample]:
-        windows = self.windows("validation")
+        windows = self.num_windows("validation")
         return [
             self._window("validation", permute(index, windows, 0, 0))
             for index in range(min(count, windows))
@@ -163,31 +160,31 @@ class TokenSource(Source):
         return Baseline("bigram", bigram_nats(samples))
 
     def _train_window(self, seed: int, index: int) -> int:
-        epoch, position = divmod(index, self.windows("train"))
-        return permute(position, self.windows("train"), seed, epoch)
+        epoch, position = divmod(index, self.num_windows("train"))
+        return permute(position, self.num_windows("train"), seed, epoch)
 
     def _window(self, split: str, window: int) -> Sample:
         data, start = self.splits[split], window * self.context
         tokens = data.read(start, start + self.context + 1)
         if tokens.max() >= self.vocab:
             raise UserError(
-                f"the data holds token {tokens.max()} and its vocabulary ends at {self.vocab}: "
+                f"the data contains token {tokens.max()}, but its vocabulary size is {self.vocab}: "
                 "check the folder with `longspan data info`"
             )
         positions = np.arange(start, start + self.context + 1)
-        documents = np.searchsorted(data.document_ends, positions, side="right")
-        documents -= documents[0]
-        targets = np.where(documents[1:] == documents[:-1], tokens[1:], IGNORED)
-        return Sample(tokens[:-1], targets, documents[:-1])
+        ids = np.searchsorted(data.document_ends, positions, side="right")
+        ids -= ids[0]
+        targets = np.where(ids[1:] == ids[:-1], tokens[1:], IGNORE_INDEX)
+        return Sample(tokens[:-1], targets, ids[:-1])
 
 
 class RecallSource(Source):
-    """Key-value pairs, filler, then each key again: its value is to be recalled.
+    """Synthetic recall: key-value pairs, filler, then each key again, whose value is the target.
 
         k₁ v₁ k₂ v₂ … kₚ vₚ   filler …   kᵢ vᵢ kⱼ vⱼ …
 
-    Keys are tokens below vocab/2, values and filler those from vocab/2 on. Only the values after
-    the filler carry loss, so a model that does not reach back to the pairs stays at ln(values).
+    Keys are tokens below vocab/2; values and filler are the rest. Only the values after the filler
+    have a loss, so a model that cannot attend to the pairs stays at ln(number of values).
     """
 
     tokenizer = None
@@ -200,35 +197,35 @@ class RecallSource(Source):
         return f"synthetic recall of {self.pairs} pairs over {self.context:,} tokens"
 
     def sample(self, seed: int, index: int) -> Sample:
-        return self._make(mix(seed, 0, index))
+        return self._generate(hash64(seed, 0, index))
 
-    def targets_in(self, seed: int, index: int) -> int:
+    def num_targets(self, seed: int, index: int) -> int:
         return self.pairs
 
     def validation_samples(self, count: int) -> list[Sample]:
-        return [self._make(mix(0, 1, index)) for index in range(count)]
+        return [self._generate(hash64(0, 1, index)) for index in range(count)]
 
     def baseline(self, samples: list[Sample]) -> Baseline:
         return Baseline("chance", math.log(self.vocab - self.vocab // 2))
 
-    def _make(self, seed: int) -> Sample:
-        draw = np.random.Generator(np.random.PCG64(seed))
+    def _generate(self, seed: int) -> Sample:
+        rng = np.random.Generator(np.random.PCG64(seed))
         first_value = self.vocab // 2
-        keys = draw.permutation(first_value)[: self.pairs]
-        values = draw.integers(first_value, self.vocab, self.pairs)
-        filler = draw.integers(first_value, self.vocab, self.context + 1 - 4 * self.pairs)
-        order = draw.permutation(self.pairs)
-        told = np.stack([keys, values], axis=1).ravel()
-        asked = np.stack([keys[order], values[order]], axis=1).ravel()
-        row = np.concatenate([told, filler, asked]).astype(np.int64)
-        targets = np.full(self.context, IGNORED, dtype=np.int64)
-        answers = np.arange(len(row) - 2 * self.pairs, len(row), 2)  # positions of the asked keys
-        targets[answers] = row[answers + 1]
-        return Sample(row[:-1], targets, np.zeros(self.context, dtype=np.int64))
+        keys = rng.permutation(first_value)[: self.pairs]
+        values = rng.integers(first_value, self.vocab, self.pairs)
+        filler = rng.integers(first_value, self.vocab, self.context + 1 - 4 * self.pairs)
+        order = rng.permutation(self.pairs)
+        pairs = np.stack([keys, values], axis=1).ravel()
+        queries = np.stack([keys[order], values[order]], axis=1).ravel()
+        tokens = np.concatenate([pairs, filler, queries]).astype(np.int64)
+        targets = np.full(self.context, IGNORE_INDEX, dtype=np.int64)
+        queried = np.arange(len(tokens) - 2 * self.pairs, len(tokens), 2)  # positions of the keys
+        targets[queried] = tokens[queried + 1]
+        return Sample(tokens[:-1], targets, np.zeros(self.context, dtype=np.int64))
 
 
 def open_source(data: Data, model: Model) -> Source:
-    """The source that a run file's [data] names, checked against the model's vocabulary."""
+    """Open the source that [data] names, and check it against the model's vocabulary."""
     if data.source == "recall":
         return RecallSource(data.context, data.recall_pairs, model.vocab)
     if data.source == "builtin":
@@ -237,14 +234,14 @@ def open_source(data: Data, model: Model) -> Source:
         source = _from_shards(Path(data.source), data.context)
     if source.vocab > model.vocab:
         raise UserError(
-            f"the data's tokenizer has {source.vocab:,} tokens and model.vocab = {model.vocab:,}: "
-            f"set model.vocab={source.vocab} or more"
+            f"model.vocab must be at least {source.vocab:,}, the vocabulary size of the data, got "
+            f"{model.vocab:,}: set model.vocab={source.vocab}"
         )
     return source
 
 
-def batch_of(samples: list[Sample], device: torch.device) -> Batch:
-    """Samples stacked into tensors of shape (batch, context) on `device`."""
+def collate(samples: list[Sample], device: torch.device) -> Batch:
+    """Stack samples into tensors of shape (batch, context) on `device`."""
     tokens, targets = (
         torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])).to(device)
         for name in ("tokens", "targets")
@@ -253,19 +250,19 @@ def batch_of(samples: list[Sample], device: torch.device) -> Batch:
 
 
 def count_targets(samples: list[Sample]) -> int:
-    """Positions that carry loss."""
-    return sum(int((sample.targets != IGNORED).sum()) for sample in samples)
+    """Return the number of positions with a target."""
+    return sum(int((sample.targets != IGNORE_INDEX).sum()) for sample in samples)
 
 
 def bigram_nats(samples: list[Sample]) -> float:
-    """Cross-entropy, in nats, of the best bigram model of these very samples' targets.
+    """Return the cross-entropy, in nats, of the best bigram model of these samples.
 
-    It is fitted on what it is scored on, so no model of one token's context does better.
+    It is fitted to the targets it is evaluated on, so no bigram model does better.
     """
     if count_targets(samples) == 0:
         return 0.0
     pairs = np.concatenate(
-        [np.stack([s.tokens, s.targets], axis=1)[s.targets != IGNORED] for s in samples]
+        [np.stack([s.tokens, s.targets], axis=1)[s.targets != IGNORE_INDEX] for s in samples]
     )
     _, group, count = np.unique(pairs, axis=0, return_inverse=True, return_counts=True)
     _, context, total = np.unique(pairs[:, 0], return_inverse=True, return_counts=True)
@@ -274,7 +271,7 @@ def bigram_nats(samples: list[Sample]) -> float:
 
 def _from_shards(folder: Path, context: int) -> TokenSource:
     index = read_index(folder)
-    splits: dict[str, Tokens] = {}
+    splits: dict[str, TokenSplit] = {}
     for split in SPLITS:
         shards = [shard for shard in index.shards if shard.split == split]
         starts = np.cumsum([0, *(shard.tokens for shard in shards)])
@@ -282,17 +279,17 @@ def _from_shards(folder: Path, context: int) -> TokenSource:
             np.asarray(shard.document_ends, dtype=np.int64) + start
             for shard, start in zip(shards, starts, strict=False)
         ]
-        splits[split] = Tokens(
+        splits[split] = TokenSplit(
             [map_shard(folder, index, shard) for shard in shards],
             np.concatenate([np.zeros(0, dtype=np.int64), *ends]),
         )
-    tokenizer = tokenizer_beside(folder)
+    tokenizer = load_tokenizer(folder)
     fingerprint = hashlib.sha256("".join(s.sha256 for s in index.shards).encode()).hexdigest()
     return TokenSource(splits, context, tokenizer, index.vocab, fingerprint)
 
 
 def _builtin(context: int) -> TokenSource:
-    """The standard library's own .py files: about one in twenty, by name, is for validation."""
+    """Read the standard library's .py files; a hash of the name puts 1 in 20 into validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     digest = hashlib.sha256()
@@ -306,11 +303,11 @@ def _builtin(context: int) -> TokenSource:
         documents["validation" if in_validation else "train"].append(content + b"\0")
         digest.update(content)
     splits = {
-        split: Tokens(
+        split: TokenSplit(
             [np.frombuffer(b"".join(texts), dtype=np.uint8)],
             np.cumsum([len(text) for text in texts], dtype=np.int64),
         )
         for split, texts in documents.items()
     }
-    bytes_only = ByteTokenizer()
-    return TokenSource(splits, context, bytes_only, bytes_only.vocab, digest.hexdigest())
+    tokenizer = ByteTokenizer()
+    return TokenSource(splits, context, tokenizer, tokenizer.vocab, digest.hexdigest())

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, built in, and any `tokenizers` JSON file."""
+"""Tokenizers: a built-in byte tokenizer, and any JSON file of the `tokenizers` library."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ TOKENIZER = "tokenizer.json"
 class Tokenizer(Protocol):
     name: str
     vocab: int
-    end: int | None
-    """The token put at the end of each document, where the tokenizer has one."""
+    eos: int | None
+    """The id of the end-of-document token, if the tokenizer has one."""
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: list[int]) -> str: ...
 
 
 class ByteTokenizer:
-    """A token per UTF-8 byte; NUL, which text does not hold, ends a document."""
+    """Maps each UTF-8 byte to a token; NUL, which does not occur in text, ends a document."""
 
     name = "bytes"
     vocab = 256
-    end: int | None = 0
+    eos: int | None = 0
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -37,7 +37,7 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer saved by the `tokenizers` library as one JSON file."""
 
-    _END_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+    _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
 
     def __init__(self, path: Path) -> None:
         try:
@@ -52,13 +52,13 @@ class JsonTokenizer:
             raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
         except Exception as error:  # the library raises no narrower one
             raise UserError(f"{path} is not a tokenizers JSON file: {error}") from error
-        # A file may carry the limits of the model it was made for; here no text is cut or padded.
+        # The file may hold the limits of the model it was made for; we never truncate or pad.
         self._inner.no_truncation()
         self._inner.no_padding()
         self.name = path.name
         self.vocab = max(self._inner.get_vocab().values(), default=0) + 1  # ids may have gaps
-        ends = (self._inner.token_to_id(name) for name in self._END_NAMES)
-        self.end: int | None = next((end for end in ends if end is not None), None)
+        ids = (self._inner.token_to_id(name) for name in self._EOS_NAMES)
+        self.eos: int | None = next((token for token in ids if token is not None), None)
 
     def encode(self, text: str) -> list[int]:
         try:
@@ -75,7 +75,7 @@ class JsonTokenizer:
         return str(self._inner.decode(tokens))
 
 
-def tokenizer_beside(folder: Path) -> Tokenizer:
-    """The tokenizer whose JSON file lies in `folder`, or bytes where none does."""
+def load_tokenizer(folder: Path) -> Tokenizer:
+    """Load the tokenizer from the JSON file in `folder`, or return the byte tokenizer."""
     path = folder / TOKENIZER
     return JsonTokenizer(path) if path.exists() else ByteTokenizer()

@@ -1,1 +1,1 @@
-"""Starting the processes of a run."""
+"""Launching the processes of a run."""

@@ -1,7 +1,7 @@
-"""n processes of one command on this machine, as one: they end together and speak through one.
+"""A launcher for several processes of one command on this machine.
 
-Rank 0 has the console, the others write to log files. When one fails, all end, and the traceback
-that is shown is of the rank that failed first: those of the others are only its wake.
+Rank 0 writes to the console, the others to log files. When one rank fails, all are stopped, and the
+traceback shown is that of the rank that failed first: the others fail only as a consequence.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from longspan.faults import PARENT
+from longspan.faults import LAUNCHER_PID
 
 GRACE_S = 5.0
-"""How long the others may take to end once one has failed."""
+"""How long the other ranks may take to exit once one has failed."""
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that the processes get as well: they save and stop."""
+"""Signals that are forwarded to the ranks, which save a checkpoint and stop."""
 
 TRACEBACK = "LONGSPAN_TRACEBACK"
-"""Environment of a process started here, beside PARENT: where its traceback goes."""
+"""Set in the environment of each rank: the file that receives its traceback."""
 
 
 def run_processes(
     command: Sequence[str],
-    count: int,
-    keep_logs: Path,
+    nproc: int,
+    log_dir: Path,
     *,
     quiet: bool = False,
-    heard: list[int] | None = None,
+    received: list[int] | None = None,
 ) -> int:
-    """Run `command`, which calls `join_launcher`, as ranks 0 … count−1; the exit code of the whole.
+    """Run `command`, which calls `join_launcher`, as ranks 0 … nproc−1 and return one exit code.
 
-    The log files end in `keep_logs`, where its parent has come to be; `quiet` gives rank 0 one too.
-    Signals that were passed on are added to `heard`.
+    Log files are copied to `log_dir` at the end, if its parent exists by then; with `quiet` rank 0
+    writes a log file too. Signals that were forwarded are appended to `received`.
     """
     logs = Path(tempfile.mkdtemp(prefix="longspan-logs-"))
     environment = {
         **os.environ,
-        "WORLD_SIZE": str(count),
+        "WORLD_SIZE": str(nproc),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),
-        PARENT: str(os.getpid()),
+        LAUNCHER_PID: str(os.getpid()),
     }
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     processes: list[subprocess.Popen[bytes]] = []
 
     def forward(number: int, frame: FrameType | None) -> None:
-        if heard is not None:
-            heard.append(number)
+        if received is not None:
+            received.append(number)
         for process in processes:
             if process.poll() is None:
                 process.send_signal(number)
 
     previous = {s: signal.signal(s, forward) for s in FORWARDED}
     try:
-        for rank in range(count):
-            own = {
+        for rank in range(nproc):
+            rank_environment = {
                 **environment,
                 "RANK": str(rank),
                 "LOCAL_RANK": str(rank),
@@ -74,10 +74,13 @@ def run_processes(
             }
             with (logs / f"rank-{rank}.log").open("wb") as log:
                 output = None if rank == 0 and not quiet else log
-                # A session of its own: Ctrl-C reaches it once, by `forward`.
                 processes.append(
                     subprocess.Popen(
-                        command, env=own, stdout=output, stderr=output, start_new_session=True
+                        command,
+                        env=rank_environment,
+                        stdout=output,
+                        stderr=output,
+                        start_new_session=True,  # so that Ctrl-C arrives once, through `forward`
                     )
                 )
         _wait(processes)
@@ -90,13 +93,13 @@ def run_processes(
                 process.wait()
         for number, handler in previous.items():
             signal.signal(number, handler)
-        if keep_logs.parent.is_dir():
-            shutil.copytree(logs, keep_logs, dirs_exist_ok=True)
+        if log_dir.parent.is_dir():
+            shutil.copytree(logs, log_dir, dirs_exist_ok=True)
         shutil.rmtree(logs, ignore_errors=True)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended, or one has failed and the others have had time to."""
+    """Wait until all have exited, or one has failed and the others have had GRACE_S to exit."""
     deadline = None
     while any(process.poll() is None for process in processes):
         if deadline is None and any(process.poll() for process in processes):
@@ -107,11 +110,11 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
 
 
 def _report(codes: Sequence[int | None], logs: Path, *, quiet: bool) -> int:
-    """Say which rank failed first, unless rank 0 has told it, and give the exit code."""
+    """Print which rank failed first, unless rank 0 has printed it, and return the exit code."""
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
     if killed:
         name = signal.Signals(-codes[killed[0]]).name  # type: ignore[operator]
-        print(f"longspan: rank {killed[0]} was ended by {name}", file=sys.stderr)
+        print(f"longspan: rank {killed[0]} was killed by {name}", file=sys.stderr)
         return 1
     raised = sorted(logs.glob("*.traceback"), key=lambda path: path.stat().st_mtime_ns)
     if raised:
@@ -125,49 +128,51 @@ def _report(codes: Sequence[int | None], logs: Path, *, quiet: bool) -> int:
     assert code is not None
     if failed[0] > 0 or quiet:
         text = (logs / f"rank-{failed[0]}.log").read_text(errors="replace")
-        print(f"longspan: rank {failed[0]} ended with code {code}:\n{text}", file=sys.stderr)
+        print(f"longspan: rank {failed[0]} exited with code {code}:\n{text}", file=sys.stderr)
     return code
 
 
 def join_launcher() -> None:
-    """In a process that `run_processes` or torchrun started: end with it, and tell it why.
+    """Tie a process that `run_processes` or torchrun started to its launcher.
 
-    An agent of torchrun that is killed leaves its workers behind, which would train on beside
-    those that take their place.
+    It is killed when the launcher dies, and reports its traceback to it. Without this, a torchrun
+    agent that is killed would leave workers behind that keep training next to their replacements.
     """
-    parent, agent = os.environ.get(PARENT), os.environ.get("TORCHELASTIC_RUN_ID")
+    parent, agent = os.environ.get(LAUNCHER_PID), os.environ.get("TORCHELASTIC_RUN_ID")
     if (parent or agent) and sys.platform == "linux":
         import ctypes
 
         with contextlib.suppress(OSError):
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: however it dies
-        if parent and os.getppid() != int(parent):  # it died before this was asked for
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+        if parent and os.getppid() != int(parent):  # it died before prctl
             os._exit(1)
     if agent and os.environ.get("RANK") == "0":
-        _warn_of_shared_store()
+        _warn_about_shared_store()
 
-    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        leave_word("".join(traceback.format_exception(kind, error, trace)))
+    def report(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        report_failure("".join(traceback.format_exception(kind, error, trace)))
 
     if TRACEBACK in os.environ:
-        sys.excepthook = leave
+        sys.excepthook = report
 
 
-def leave_word(text: str) -> bool:
-    """Let the launcher tell why this process ends; False where there is none."""
+def report_failure(text: str) -> bool:
+    """Pass the launcher the reason why this process exits; return False if there is no launcher."""
     file = os.environ.get(TRACEBACK)
     if file is not None:
         Path(file).write_text(text)
     return file is not None
 
 
-def _warn_of_shared_store() -> None:
+def _warn_about_shared_store() -> None:
     shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shares and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         print(
-            "longspan: torchrun's workers may hang when they are started again, since they read "
-            "addresses of those before them: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and give "
-            "torchrun --standalone or --rdzv-backend c10d",
+            "longspan: workers may hang after torchrun restarts them, because they read addresses "
+            "of the previous workers from its store: set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and "
+            "pass torchrun --standalone or --rdzv-backend c10d",
             file=sys.stderr,
         )
 

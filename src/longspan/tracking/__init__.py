@@ -1,17 +1,17 @@
-"""What a run tells: metrics on disk, a console for people, the environment it ran in."""
+"""What a run records: metrics, its history of starts and failures, console output, environment."""
 
 from longspan.tracking.console import Reporter
 from longspan.tracking.environment import describe_environment
-from longspan.tracking.history import HISTORY, History, cause_of_end, goodput
-from longspan.tracking.metrics import MetricsFile, lines_of
+from longspan.tracking.history import HISTORY, History, exit_reason, goodput
+from longspan.tracking.metrics import MetricsFile, read_metrics
 
 __all__ = [
     "HISTORY",
     "History",
     "MetricsFile",
     "Reporter",
-    "cause_of_end",
     "describe_environment",
+    "exit_reason",
     "goodput",
-    "lines_of",
+    "read_metrics",
 ]

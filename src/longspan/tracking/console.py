@@ -1,4 +1,4 @@
-"""The console: one live line in a terminal, plain lines everywhere else."""
+"""Console output: a live progress bar in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
-    """The parts of a metrics line that a person reads, in one row."""
-    loss = "no number" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
-    parts = [f"loss {loss}", f"{metrics['tokens_per_s']:,.0f} tok/s"]
+    """Format a metrics line for the console."""
+    loss = "non-finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
+    fields = [f"loss {loss}", f"{metrics['tokens_per_s']:,.0f} tok/s"]
     if metrics.get("skipped_steps"):
-        parts.append(f"{metrics['skipped_steps']} steps skipped")
+        fields.append(f"{metrics['skipped_steps']} steps skipped")
     if metrics.get("mfu") is not None:
-        parts.append(f"MFU {metrics['mfu']:.1%}")
-    parts.append(f"{metrics['memory_bytes'] / 2**30:.2f} GiB")
-    return "  ".join(parts)
+        fields.append(f"MFU {metrics['mfu']:.1%}")
+    fields.append(f"{metrics['memory_bytes'] / 2**30:.2f} GiB")
+    return "  ".join(fields)
 
 
 class Reporter:
-    """Shows a run as it goes. Everything goes to stderr, so that stdout can carry a result."""
+    """Shows progress. Everything goes to stderr, so stdout can carry a result."""
 
     def __init__(self, *, steps: int, done: int, silent: bool = False) -> None:
         self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True, quiet=silent)
@@ -46,13 +46,13 @@ class Reporter:
         if self._console.is_terminal:
             self._progress.stop()
 
-    def say(self, text: str) -> None:
+    def print(self, text: str) -> None:
         self._console.print(text, markup=False)
 
-    def facts(self, facts: Mapping[str, str]) -> None:
-        width = max(map(len, facts))
-        for name, value in facts.items():
-            self.say(f"  {name:<{width}}  {value}")
+    def print_table(self, rows: Mapping[str, str]) -> None:
+        width = max(map(len, rows))
+        for name, value in rows.items():
+            self.print(f"  {name:<{width}}  {value}")
 
     def step(self, step: int) -> None:
         self._progress.update(self._task, completed=step)
@@ -62,7 +62,7 @@ class Reporter:
         if self._console.is_terminal:
             self._progress.update(self._task, row=row)
         else:
-            self.say(f"step {metrics['step']}/{self._steps}  {row}  ETA {_clock(seconds_left)}")
+            self.print(f"step {metrics['step']}/{self._steps}  {row}  ETA {_clock(seconds_left)}")
 
 
 def _clock(seconds: float) -> str:

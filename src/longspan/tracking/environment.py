@@ -1,4 +1,4 @@
-"""env.json: what a run ran on. No environment variables: they hold secrets."""
+"""env.json: versions and hardware of a run. No environment variables: they may hold secrets."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import longspan
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
+    """Return the versions, the command line and the hardware of this process."""
     packages = ("numpy", "pydantic", "rich", "safetensors", "torch")
     found: dict[str, Any] = {
         "longspan": longspan.__version__,

@@ -1,6 +1,6 @@
-"""history.jsonl: when a run started, saved, went back and ended; and what of its time was of use.
+"""history.jsonl: when a run started, saved, rolled back, failed and ended; and its goodput.
 
-Lines are only ever added, so that it tells of work that was lost, too.
+Events are only ever appended, so lost work is recorded too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 HISTORY = "history.jsonl"
-"""Its place in a run's folder."""
-WITHOUT_A_WORD = "ended without a word, as by SIGKILL"
+"""The name of the file in a run's folder."""
+STOP_REQUESTED = "stop requested"
+UNKNOWN_REASON = "ended without an error message, as by SIGKILL"
 
 
 class History:
-    """Appends to a history; without a path nothing is written."""
+    """Appends events to a history file; does nothing if `path` is None."""
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
@@ -31,87 +32,87 @@ class History:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def lines(self) -> list[dict[str, Any]]:
-        """All there is; a line cut short by a crash is left out."""
+    def events(self) -> list[dict[str, Any]]:
+        """Read all events, without lines that a crash truncated."""
         if self._path is None or not self._path.exists():
             return []
-        found = []
+        events = []
         for text in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
             try:
-                line = json.loads(text)
+                event = json.loads(text)
             except ValueError:
                 continue
-            if isinstance(line, dict) and {"time", "event", "step"} <= line.keys():
-                found.append(line)
-        return found
+            if isinstance(event, dict) and {"time", "event", "step"} <= event.keys():
+                events.append(event)
+        return events
 
 
-def cause_of_end(lines: Sequence[Mapping[str, Any]]) -> str | None:
-    """Why the run ended the last time; None where it has not begun or came to its end.
+def exit_reason(events: Sequence[Mapping[str, Any]]) -> str | None:
+    """Return why the last start of the run ended; None if it never started, or finished.
 
-    Any rank may have told a failure, the others then that they lost it: the first one counts.
+    When one rank fails, the others report that they lost it: the first failure counts.
     """
-    starts = [number for number, line in enumerate(lines) if line["event"] == "start"]
+    starts = [number for number, event in enumerate(events) if event["event"] == "start"]
     if not starts:
         return None
-    for line in lines[starts[-1] :]:
-        match line:
-            case {"event": "end", "was_asked_to_stop": asked}:
-                return "asked to stop" if asked else None
+    for event in events[starts[-1] :]:
+        match event:
+            case {"event": "end", "stop_requested": stop_requested}:
+                return STOP_REQUESTED if stop_requested else None
             case {"event": "failure", "cause": cause}:
                 return str(cause)
-    return WITHOUT_A_WORD
+    return UNKNOWN_REASON
 
 
 @dataclass(frozen=True)
 class Goodput:
-    """How much of a run's time, from its first start, went into steps that were kept."""
+    """The share of a run's wall time, from its first start, spent on steps that were kept."""
 
     productive_s: float
     wall_s: float
     restarts: int
     causes: dict[str, int]
-    """Of the restarts, and how often each."""
+    """How many restarts each cause has led to."""
     lost_steps: int
     blocked_s: float
-    best_interval_s: float | None
-    """Between checkpoints, by Young and Daly: √(2 · time a save blocks · time between failures)."""
+    optimal_interval_s: float | None
+    """Young-Daly checkpoint interval: √(2 · time a save blocks · mean time between failures)."""
 
     @property
-    def share(self) -> float:
+    def ratio(self) -> float:
         return self.productive_s / self.wall_s if self.wall_s > 0 else 0.0
 
     def __str__(self) -> str:
         causes = ", ".join(f"{count} × {cause}" for cause, count in self.causes.items())
         restarts = f"{self.restarts} restarts" + (f" ({causes})" if causes else "")
         text = (
-            f"goodput {self.share:.0%}: {self.productive_s:.0f} s of {self.wall_s:.0f} s went into "
-            f"steps that count; {restarts}, {self.lost_steps} steps lost, "
-            f"{self.blocked_s:.1f} s waiting for saves"
+            f"goodput {self.ratio:.0%}: {self.productive_s:.0f} s of {self.wall_s:.0f} s spent on "
+            f"steps that were kept; {restarts}, {self.lost_steps} steps lost, blocked for "
+            f"{self.blocked_s:.1f} s by checkpoints"
         )
-        if self.best_interval_s is not None:
-            text += f"; least would be lost with a checkpoint every {self.best_interval_s:.0f} s"
+        if self.optimal_interval_s is not None:
+            text += f"; optimal checkpoint interval {self.optimal_interval_s:.0f} s (Young-Daly)"
         return text
 
 
 def goodput(
     history: Sequence[Mapping[str, Any]], metrics: Sequence[Mapping[str, Any]], now: float
 ) -> Goodput:
-    """From the lines of a run's history and of the metrics that were kept."""
-    starts = [line for line in history if line["event"] == "start"]
-    saves = [float(line["blocked_s"]) for line in history if line["event"] == "save"]
+    """Compute goodput from a run's events and the metrics of the steps that were kept."""
+    starts = [event for event in history if event["event"] == "start"]
+    saves = [float(event["blocked_s"]) for event in history if event["event"] == "save"]
     productive, tokens = 0.0, 0
     for line in metrics:
         if "tokens_per_s" in line:
             productive += (line["tokens"] - tokens) / line["tokens_per_s"]
             tokens = line["tokens"]
     wall = now - float(starts[0]["time"]) if starts else 0.0
-    lost = [int(line.get("lost_steps", 0)) for line in history]
-    causes = Counter(str(line["cause"]) for line in starts[1:] if line.get("cause"))
-    failures = causes.total() - causes["asked to stop"]
-    best = None
+    lost = [int(event.get("lost_steps", 0)) for event in history]
+    causes = Counter(str(event["cause"]) for event in starts[1:] if event.get("cause"))
+    failures = causes.total() - causes[STOP_REQUESTED]
+    optimal = None
     if failures and saves:
-        best = math.sqrt(2 * sum(saves) / len(saves) * wall / failures)
+        optimal = math.sqrt(2 * sum(saves) / len(saves) * wall / failures)
     return Goodput(
-        productive, wall, max(0, len(starts) - 1), dict(+causes), sum(lost), sum(saves), best
+        productive, wall, max(0, len(starts) - 1), dict(+causes), sum(lost), sum(saves), optimal
     )

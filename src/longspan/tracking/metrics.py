@@ -1,4 +1,4 @@
-"""metrics.jsonl: one JSON object a line, in order of step."""
+"""metrics.jsonl: one JSON object per line, in order of step."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ import math
 from pathlib import Path
 from typing import Any
 
-from longspan.files import replace_text
+from longspan.files import atomic_write_text
 
 
 class MetricsFile:
-    """Appends to a metrics file, from which lines after `step` are dropped first.
+    """Appends to a metrics file; does nothing if `path` is None.
 
-    Those are lines of work that a resumed run does again. Without a path nothing is written.
+    Opening it drops lines after `step`: a resumed run repeats that work.
     """
 
     def __init__(self, path: Path | None, *, step: int) -> None:
         self._file = None
         if path is not None:
-            kept = [_encode(line) for line in lines_of(path) if line["step"] <= step]
-            replace_text(path, "".join(kept))
+            kept = [_encode(line) for line in read_metrics(path) if line["step"] <= step]
+            atomic_write_text(path, "".join(kept))
             self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: dict[str, Any]) -> None:
@@ -37,7 +37,7 @@ class MetricsFile:
 
 
 def _encode(line: dict[str, Any]) -> str:
-    """One line of JSON, which has no NaN: what is no number is null."""
+    """Encode one line. JSON has no NaN and no infinity: non-finite values become null."""
     finite = {
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in line.items()
@@ -45,8 +45,8 @@ def _encode(line: dict[str, Any]) -> str:
     return json.dumps(finite) + "\n"
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; those cut short by a crash are left out."""
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the lines of a metrics file, without those that a crash truncated."""
     if not path.exists():
         return []
     lines = []
