@@ -1,4 +1,4 @@
-"""What linear layers store and compute. Plain numbers: imports no torch."""
+"""Parameters and FLOPs of linear layers. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,26 +6,26 @@ from dataclasses import dataclass
 
 
 def rank_for(in_features: int, out_features: int, keep: float) -> int:
-    """The largest rank at which a layer stores at most `keep` of a dense layer's numbers.
+    """Return the largest rank at which a layer stores at most `keep` of a dense layer's parameters.
 
-    From 256 on a multiple of 8, so that rows of 16-bit factors begin at multiples of 16 bytes, as
-    the fast matrix products of GPUs want them.
+    Ranks from 256 on are multiples of 8, so that rows of 16-bit factors are aligned to 16 bytes,
+    as the fast matrix products of GPUs need.
     """
-    whole = in_features * out_features / (in_features + out_features)
-    rank = int(keep * whole + 1e-9)  # 0.58 · 50 is a little less than 29 in floating point
+    full = in_features * out_features / (in_features + out_features)
+    rank = int(keep * full + 1e-9)  # 0.58 · 50 is slightly less than 29 in floating point
     return rank if rank < 256 else rank - rank % 8
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a linear layer takes, its bias left out."""
+    """Parameters and FLOPs of a linear layer without its bias."""
 
     stored: int
-    """Numbers that are trained, and stand in a checkpoint."""
+    """Trained parameters, which a checkpoint stores."""
     forward: int
-    """FLOPs per token."""
+    """FLOPs per token of the forward pass."""
     backward: int
-    """FLOPs per token, for the gradients of the input and of what is trained."""
+    """FLOPs per token of the backward pass: gradients of the input and of the parameters."""
 
     @staticmethod
     def dense(in_features: int, out_features: int) -> Cost:
@@ -39,14 +39,14 @@ class Cost:
 
     @staticmethod
     def sketched(in_features: int, out_features: int, rank: int) -> Cost:
-        """`rank`: of all terms together. Fixed factors are multiplied by but get no gradient."""
+        """Return the cost for `rank` summed over all terms; the fixed factors get no gradient."""
         size = rank * (in_features + out_features)
         return Cost(size, 4 * size, 6 * size)
 
     def excess_over(self, other: Cost) -> list[str]:
-        """In what it exceeds `other`, with the numbers."""
+        """List in what this cost exceeds `other`, with both figures."""
         figures = [
-            ("stores", self.stored, other.stored, "numbers"),
+            ("stores", self.stored, other.stored, "parameters"),
             ("computes", self.forward, other.forward, "FLOPs per token forward"),
             (
                 "computes",
@@ -56,9 +56,9 @@ class Cost:
             ),
         ]
         return [
-            f"{verb} {own:,} {what} where nn.Linear has {its:,}"
-            for verb, own, its, what in figures
-            if own > its
+            f"{verb} {ours:,} {what} where nn.Linear has {theirs:,}"
+            for verb, ours, theirs, what in figures
+            if ours > theirs
         ]
 
     def __add__(self, other: Cost) -> Cost:

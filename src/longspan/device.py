@@ -1,4 +1,4 @@
-"""Which device a run uses, and the values that "auto" stands for on it."""
+"""The device of a run, and what "auto" values resolve to on it."""
 
 from __future__ import annotations
 
@@ -8,59 +8,61 @@ from contextlib import AbstractContextManager
 
 import torch
 
-from longspan.config import Run
+from longspan.config import Run, Train
 from longspan.errors import UserError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-"""The 16-bit dtypes of `train.precision`."""
+"""The autocast dtypes of `train.precision`."""
 
 
 def choose_device(run: Run, local_rank: int = 0) -> torch.device:
-    """The device of the process that is `local_rank`-th on its machine."""
+    """Return the device of the process with this local rank."""
     wanted = run.train.device
     if wanted == "cuda" and not torch.cuda.is_available():
-        raise UserError('train.device is "cuda" and torch sees no CUDA device: use "cpu" or "auto"')
+        raise UserError(
+            'train.device = "cuda" needs a CUDA device, but torch sees none: set "cpu" or "auto"'
+        )
     if wanted == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"process {local_rank} of this machine has no GPU: there are "
-            f"{torch.cuda.device_count()}; start as many processes"
+            f"local rank {local_rank} needs its own GPU, but this machine has "
+            f"{torch.cuda.device_count()}: start that many processes"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
 
 
 def resolve(run: Run, device: torch.device) -> Run:
-    """The run with "auto" replaced by what it means on `device`."""
+    """Return the run with each "auto" replaced by its value on `device`."""
     train = run.train
     precision = train.precision
     if precision == "auto":
         has_bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         precision = "bf16" if has_bf16 else "fp32"
     if precision == "fp16" and device.type == "cpu":
-        raise UserError('train.precision is "fp16", which needs a GPU: use "fp32" on this machine')
+        raise UserError('train.precision = "fp16" needs a GPU, but the device is a CPU: set "fp32"')
     if device.type == "cuda" and run.model.head_dim % 8:
         raise UserError(
-            f"model.hidden / model.heads = {run.model.head_dim} must be a multiple of 8 on a GPU: "
-            "change one of them"
+            "model.hidden / model.heads must be a multiple of 8 on a GPU, but it is "
+            f"{run.model.head_dim}: change one of them"
         )
     layout = run.layout
-    is_hooked = run.engine.name == "deepspeed" and layout.zero == 3
-    can_compile = device.type == "cuda" and layout.schedule != "zbv" and not is_hooked
+    has_zero3_hooks = run.engine.name == "deepspeed" and layout.zero == 3
+    can_compile = device.type == "cuda" and layout.schedule != "zbv" and not has_zero3_hooks
     compiled = can_compile if train.compile == "auto" else train.compile
-    settled = {"device": device.type, "precision": precision, "compile": compiled}
-    return run.model_copy(update={"train": train.model_copy(update=settled)})
+    resolved = {"device": device.type, "precision": precision, "compile": compiled}
+    return run.model_copy(update={"train": train.model_copy(update=resolved)})
 
 
-def autocast(run: Run) -> AbstractContextManager[object]:
-    """Compute in the run's precision; weights stay float32."""
-    dtype = DTYPES.get(run.train.precision)
-    return torch.autocast(run.train.device, dtype=dtype, enabled=dtype is not None)
+def autocast(train: Train) -> AbstractContextManager[object]:
+    """Return the autocast context of the run's mixed precision; parameters stay float32."""
+    dtype = DTYPES.get(train.precision)
+    return torch.autocast(train.device, dtype=dtype, enabled=dtype is not None)
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes: the most the GPU's allocator held, or this process's largest resident size."""
+    """Return the peak bytes of the CUDA allocator, or the peak resident set size on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,4 +1,4 @@
-"""The ways a verb ends early that are not a defect of ours."""
+"""Exceptions that end a command early without a traceback."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ if TYPE_CHECKING:
 
 
 class UserError(ValueError):
-    """The user's input is wrong. The message says what was expected, what came, what to change."""
+    """The user's input is wrong; the message says what was expected, what came, what to change."""
 
 
 class Damaged(UserError):
-    """A checkpoint is not as it was written."""
+    """A checkpoint is corrupt: its files differ from what was written."""
 
 
 class Stopped(Exception):
@@ -21,15 +21,15 @@ class Stopped(Exception):
 
 
 class Diverged(Exception):
-    """The loss is no longer a number."""
+    """The loss stays NaN or infinite."""
 
 
 class OutOfMemory(Exception):
-    """A step did not fit into the memory; the message says what filled it and what would help."""
+    """A step ran out of memory; the message says what uses it and what would help."""
 
 
 def first_problem(error: ValidationError) -> str:
-    """What is wrong with a file's JSON, in one line: where, and what was expected."""
+    """Describe the first problem of a JSON file in one line: where it is, and what was expected."""
     detail = error.errors()[0]
     where = ".".join(map(str, detail["loc"]))
     return f"{where}: {detail['msg']}" if where else detail["msg"]

@@ -1,8 +1,8 @@
-"""What is known of devices. Plain data; an unknown device is unknown, never another's peak."""
+"""Peak FLOP/s of known devices, for MFU. An unknown device has none; it is never guessed."""
 
 from __future__ import annotations
 
-# Dense bf16 (V100: fp16) matrix FLOP/s by the vendors' data sheets, by a part of the device's name.
+# Dense bf16 (V100: fp16) matrix FLOP/s from the vendors' data sheets, by a part of the device name.
 PEAK_FLOPS: dict[str, float] = {
     "V100": 125e12,
     "A100": 312e12,
@@ -15,5 +15,5 @@ PEAK_FLOPS: dict[str, float] = {
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak 16-bit matrix FLOP/s of a device, or None where it is not known."""
+    """Return the peak 16-bit matrix FLOP/s of a device, or None if it is unknown."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)

@@ -1,7 +1,7 @@
-"""Model sizes by name, with the dilated settings meant for each. Plain data.
+"""Named model sizes with their dilated attention settings. Plain data.
 
-`kv_heads` and `ffn` are left to the rule in `config.Model`: as many as `heads`, and 8/3 of
-`hidden` rounded up to a multiple of 128.
+`config.Model` fills in `kv_heads` (equal to `heads`) and `ffn` (8/3 of `hidden`, rounded up to a
+multiple of 128).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FIVE: _Branches = {
 }
 _TINY: _Branches = {"segment_lengths": (256, 1024, 4096), "dilation_rates": (1, 4, 16)}
 
-# 50304 is GPT-2's 50257 words rounded up to a multiple of 64.
+# 50304 is GPT-2's vocabulary of 50257 rounded up to a multiple of 64.
 MODELS: dict[str, dict[str, Any]] = {
     "tiny": {"layers": 2, "hidden": 128, "heads": 4, "vocab": 256, "tie_embeddings": True},
     "125m": {"layers": 12, "hidden": 768, "heads": 12, "vocab": 50304, "tie_embeddings": True},

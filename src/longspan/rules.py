@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib.metadata import version
 from typing import Any
 
+from longspan.checks import block_problem, branch_problems, layout_problems
 from longspan.config import (
     BLOCK_SPARSE_KEYS,
     DILATED_KEYS,
@@ -21,362 +22,335 @@ from longspan.config import (
     Section,
     Sketch,
     Train,
-    block_problem,
-    branch_problems,
-    layout_problems,
 )
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing wrong with a run file: where, and what to do about it."""
+    """One problem of a run file: the key, and what to change. The message follows the key."""
 
     path: str
     message: str
 
 
-def _model_rules(model: Model) -> list[Problem]:
-    problems = []
-    if model.hidden % model.heads:
-        most = min(model.heads, model.hidden, 1024)
-        below = max(h for h in range(1, most + 1) if model.hidden % h == 0)
-        problems.append(
-            Problem(
-                "model.heads",
-                f"{model.heads} does not divide model.hidden = {model.hidden}: use {below}, "
-                f"or hidden = {math.ceil(model.hidden / model.heads / 2) * model.heads * 2}",
-            )
+Problems = Iterator[Problem]
+
+
+def _model_rules(model: Model) -> Problems:
+    hidden, heads = model.hidden, model.heads
+    if hidden % heads:
+        above = math.ceil(hidden / heads / 2) * heads * 2
+        yield Problem(
+            "model.heads",
+            f"{heads} does not divide model.hidden = {hidden}: "
+            f"use {_largest_divisor(hidden, heads)}, or set model.hidden = {above}",
         )
     elif model.head_dim % 2:
-        problems.append(
-            Problem(
-                "model.heads",
-                f"hidden / heads = {model.head_dim} must be even for rotary embedding: "
-                f"change model.heads = {model.heads} or model.hidden = {model.hidden}",
-            )
+        yield Problem(
+            "model.heads",
+            f"hidden / heads = {model.head_dim} must be even for RoPE: "
+            f"change model.heads = {heads} or model.hidden = {hidden}",
         )
-    if model.heads % model.kv_heads:
-        most = min(model.kv_heads, model.heads, 1024)
-        below = max(h for h in range(1, most + 1) if model.heads % h == 0)
-        problems.append(
-            Problem(
-                "model.kv_heads",
-                f"{model.kv_heads} does not divide model.heads = {model.heads}: use {below}",
-            )
+    if heads % model.kv_heads:
+        yield Problem(
+            "model.kv_heads",
+            f"{model.kv_heads} does not divide model.heads = {heads}: "
+            f"use {_largest_divisor(heads, model.kv_heads)}",
         )
-    return problems
 
 
-def _sketch_rules(model: Model) -> list[Problem]:
+def _largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of `number` up to `limit` (and up to 1024, to stay fast)."""
+    return max(n for n in range(1, min(limit, number, 1024) + 1) if number % n == 0)
+
+
+def _sketch_rules(model: Model) -> Problems:
     sketch = model.sketch
     if model.linear == "dense":
-        if sketch == Sketch():
-            return []
-        message = 'has no use with linear = "dense": remove it, or set model.linear'
-        return [Problem("model.sketch", message)]
-    problems = []
+        if sketch != Sketch():
+            message = 'has no effect with model.linear = "dense": remove it, or set model.linear'
+            yield Problem("model.sketch", message)
+        return
     if model.linear == "low_rank" and sketch.terms > 1:
-        message = f'is {sketch.terms}, and linear = "low_rank" has one: leave it out'
-        problems.append(Problem("model.sketch.terms", message))
-    patterns = {"model.sketch.layers": sketch.layers}
-    patterns |= {f"model.sketch.ranks.{pattern}": pattern for pattern in sketch.ranks}
-    blocks = range(min(model.layers, 1024))  # more need not be looked at to find a slip
+        message = f'{sketch.terms} is not supported with model.linear = "low_rank": remove it'
+        yield Problem("model.sketch.terms", message)
+    globs = {"model.sketch.layers": sketch.layers}
+    globs |= {f"model.sketch.ranks.{glob}": glob for glob in sketch.ranks}
+    blocks = range(min(model.layers, 1024))  # enough to find a typo
     names = [f"blocks.{index}.{layer}" for index in blocks for layer in model.linear_sizes]
-    problems += [
-        Problem(path, f"{pattern!r} matches no linear layer; they have names such as {names[0]}")
-        for path, pattern in patterns.items()
-        if not any(fnmatchcase(name, pattern) for name in names)
-    ]
-    return problems
+    for path, glob in globs.items():
+        if not any(fnmatchcase(name, glob) for name in names):
+            message = f"{glob!r} matches no linear layer: use names such as {names[0]}"
+            yield Problem(path, message)
 
 
-def _attention_rules(attention: Attention) -> list[Problem]:
-    useless = (() if attention.kind == "dilated" else DILATED_KEYS) + (
-        () if attention.kind == "block_sparse" else BLOCK_SPARSE_KEYS
+def _attention_rules(attention: Attention) -> Problems:
+    kind = attention.kind
+    unused = (() if kind == "dilated" else DILATED_KEYS) + (
+        () if kind == "block_sparse" else BLOCK_SPARSE_KEYS
     )
-    problems = [
-        Problem(f"attention.{key}", f'has no use with kind = "{attention.kind}": remove it')
-        for key in useless
-        if getattr(attention, key)
-    ]
-    if attention.kind == "dilated":
-        problems += [
-            Problem("attention.segment_lengths", message)
-            for message in branch_problems(attention.segment_lengths, attention.dilation_rates)
-        ]
-    if attention.kind == "block_sparse":
-        problems += [
-            Problem(f"attention.{key}", message)
-            for key in ("local_window", "global_tokens")
-            if (message := block_problem(getattr(attention, key), attention.block_size))
-        ]
-    return problems
+    for key in unused:
+        if getattr(attention, key):
+            message = f'has no effect with attention.kind = "{kind}": remove it'
+            yield Problem(f"attention.{key}", message)
+    if kind == "dilated":
+        for message in branch_problems(attention.segment_lengths, attention.dilation_rates):
+            yield Problem("attention.segment_lengths", message)
+    if kind == "block_sparse":
+        for key in ("local_window", "global_tokens"):
+            if problem := block_problem(getattr(attention, key), attention.block_size):
+                yield Problem(f"attention.{key}", problem)
 
 
-def _train_rules(train: Train) -> list[Problem]:
-    problems = []
+def _train_rules(train: Train) -> Problems:
     if train.global_batch % train.micro_batch:
         above = math.ceil(train.global_batch / train.micro_batch) * train.micro_batch
-        problems.append(
-            Problem(
-                "train.global_batch",
-                f"{train.global_batch} is not a multiple of train.micro_batch = "
-                f"{train.micro_batch}: use {above}",
-            )
+        yield Problem(
+            "train.global_batch",
+            f"{train.global_batch} is not a multiple of train.micro_batch = {train.micro_batch}: "
+            f"use {above}",
         )
     if train.lr_scaling != "none" and train.base_batch is None:
-        problems.append(
-            Problem(
-                "train.base_batch",
-                f'is needed by lr_scaling = "{train.lr_scaling}": set the global batch at which '
-                f"lr = {train.lr} was tuned",
-            )
+        yield Problem(
+            "train.base_batch",
+            f'is required by train.lr_scaling = "{train.lr_scaling}": set the global batch at '
+            f"which train.lr = {train.lr} was tuned",
         )
-    if train.schedule == "wsd" and train.decay is None:
-        problems.append(
-            Problem(
-                "train.decay",
-                f'is needed by schedule = "wsd": set its steps, such as {train.steps // 5 or 1}',
-            )
-        )
-    elif train.schedule == "wsd" and train.warmup + (train.decay or 0) > train.steps:
-        problems.append(
-            Problem(
-                "train.decay",
-                f"warmup {train.warmup} + decay {train.decay} is more than train.steps = "
-                f"{train.steps}: lower one or raise steps",
-            )
+    if train.schedule == "wsd" and train.decay_steps is None:
+        message = f'is required by train.schedule = "wsd": set it, such as {train.steps // 5 or 1}'
+        yield Problem("train.decay_steps", message)
+    elif train.schedule == "wsd" and train.warmup_steps + (train.decay_steps or 0) > train.steps:
+        yield Problem(
+            "train.decay_steps",
+            f"{train.decay_steps} + train.warmup_steps = {train.warmup_steps} is more than "
+            f"train.steps = {train.steps}: lower one of them or raise train.steps",
         )
     if train.precision == "fp16" and train.device == "cpu":
-        problems.append(
-            Problem(
-                "train.precision", 'is "fp16", which needs a GPU: use "fp32" with device = "cpu"'
-            )
+        message = '"fp16" needs a GPU, but train.device is "cpu": use "fp32"'
+        yield Problem("train.precision", message)
+
+
+def _init_from_rules(model: Model, train: Train) -> Problems:
+    if train.init_from and model.linear != "dense":
+        yield Problem(
+            "train.init_from",
+            f'needs dense layers, but model.linear is "{model.linear}": set model.linear = "dense" '
+            "and convert the trained run with longspan sketch",
         )
-    return problems
 
 
-def _initial_rules(model: Model, train: Train) -> list[Problem]:
-    if not train.init_from or model.linear == "dense":
-        return []
-    message = 'holds dense layers: train with model.linear = "dense", then use longspan sketch'
-    return [Problem("train.init_from", message)]
-
-
-def _recall_rules(model: Model, data: Data) -> list[Problem]:
+def _recall_rules(model: Model, data: Data) -> Problems:
     if data.source != "recall":
-        return []
-    problems = []
+        return
+    pairs, keys = data.recall_pairs, model.vocab // 2
     if model.vocab < 16:
-        problems.append(
-            Problem("model.vocab", f'is {model.vocab}: source "recall" needs at least 16')
+        message = f'{model.vocab} is too small for data.source = "recall": use at least 16'
+        yield Problem("model.vocab", message)
+    if data.context < 4 * pairs + 2:
+        yield Problem(
+            "data.context",
+            f"{data.context} is too short: {pairs} recall pairs need at least {4 * pairs + 2}; "
+            "raise it or lower data.recall_pairs",
         )
-    if data.context < 4 * data.recall_pairs + 2:
-        problems.append(
-            Problem(
-                "data.context",
-                f"is {data.context}: {data.recall_pairs} recall pairs need at least "
-                f"{4 * data.recall_pairs + 2}; lower data.recall_pairs or raise it",
+    if pairs > keys:
+        yield Problem(
+            "data.recall_pairs",
+            f"{pairs} is more than the {keys} keys that model.vocab = {model.vocab} has: "
+            "lower it or raise model.vocab",
+        )
+
+
+def _layout_rules(layout: Layout, model: Model, data: Data, train: Train, world: int) -> Problems:
+    if problems := layout_problems(layout.ranks(), world):
+        yield from (Problem("layout", message) for message in problems)
+        return
+    ranks = layout.resolve(world)
+    tensor, precision = ranks["tensor"], train.precision
+    if ranks["pipeline"] > 1:
+        yield from _pipeline_problems(layout, ranks, model, train)
+        if layout.schedule == "zbv":
+            yield from _zbv_problems(layout, ranks, train)
+    if data.context % ranks["sequence"]:
+        yield Problem(
+            "layout.sequence",
+            f"{ranks['sequence']} does not divide data.context = {data.context}: "
+            "change one of them",
+        )
+    for key in ("heads", "kv_heads", "ffn", "vocab"):
+        if (size := getattr(model, key)) % tensor:
+            message = f"{tensor} does not divide model.{key} = {size}: change one of them"
+            yield Problem("layout.tensor", message)
+    if layout.megatron_sequence_parallel and tensor > 1:
+        tokens = data.context // ranks["sequence"]
+        if model.linear != "dense":
+            yield Problem(
+                "layout.megatron_sequence_parallel",
+                f'has no effect with model.linear = "{model.linear}", which splits activations '
+                "along features: use false",
             )
-        )
-    if data.recall_pairs > model.vocab // 2:
-        problems.append(
-            Problem(
-                "data.recall_pairs",
-                f"is {data.recall_pairs}: a vocabulary of {model.vocab} has "
-                f"{model.vocab // 2} keys; lower it or raise model.vocab",
+        if tokens % tensor:
+            yield Problem(
+                "layout.tensor",
+                f"{tensor} does not divide the {tokens} tokens of a rank: change data.context or "
+                "set layout.megatron_sequence_parallel = false",
             )
+    if layout.zero == 0 and ranks["sequence"] > 1:
+        message = "0 is not supported with layout.sequence, which shards parameters: use 1, 2 or 3"
+        yield Problem("layout.zero", message)
+    if layout.gradient_compression != "none" and not 1 < ranks["replicate"] == world:
+        yield Problem(
+            "layout.gradient_compression",
+            f'"{layout.gradient_compression}" needs layout.replicate as the only axis, but it has '
+            f'{ranks["replicate"]} of {world} ranks: use "none"',
         )
-    return problems
+    if precision == "fp16" and tensor > 1:
+        yield Problem(
+            "train.precision", '"fp16" is not supported with layout.tensor > 1: use "bf16"'
+        )
+    if precision == "fp16" and layout.gradient_compression == "powersgd":
+        yield Problem(
+            "layout.gradient_compression",
+            '"powersgd" is not supported with train.precision = "fp16", whose overflows would stay '
+            'in its error feedback: use "none"',
+        )
+    if layout.offload and ranks["shard"] * ranks["sequence"] == 1:
+        yield Problem(
+            "layout.offload",
+            "true needs sharded parameters, but layout.shard is 1: set layout.shard > 1 or "
+            "layout.offload = false",
+        )
+    data_parallel = ranks["replicate"] * ranks["shard"]
+    per_pass = train.micro_batch * data_parallel
+    if train.global_batch % train.micro_batch == 0 and train.global_batch % per_pass:
+        yield Problem(
+            "train.global_batch",
+            f"{train.global_batch} is not a multiple of train.micro_batch = {train.micro_batch} × "
+            f"{data_parallel} data-parallel ranks: "
+            f"use {math.ceil(train.global_batch / per_pass) * per_pass}",
+        )
 
 
 def _pipeline_problems(
     layout: Layout, ranks: Mapping[str, int], model: Model, train: Train
-) -> list[Problem]:
-    depth = ranks["pipeline"]
-    if depth == 1:
-        return []
-    problems = []
-    stages = depth * layout.stages_per_rank
+) -> Problems:
+    depth, stages = ranks["pipeline"], ranks["pipeline"] * layout.stages_per_rank
     if model.layers < stages:
-        problems.append(
-            Problem(
-                "layout.pipeline",
-                f'{depth} ranks of schedule "{layout.schedule}" have {stages} stages, and there '
-                f"are {model.layers} layers: use at most {model.layers // layout.stages_per_rank}",
-            )
+        yield Problem(
+            "layout.pipeline",
+            f'{depth} ranks with layout.schedule = "{layout.schedule}" need {stages} layers, but '
+            f"model.layers is {model.layers}: use at most {model.layers // layout.stages_per_rank}",
         )
-    at_once = train.micro_batch * ranks["replicate"] * ranks["shard"]
-    micro_batches = train.global_batch // at_once
-    is_whole = layout.schedule != "interleaved" or micro_batches % depth == 0
-    if micro_batches < depth or not is_whole:
-        rounds = max(1, micro_batches // depth)
-        kind = "a multiple of" if layout.schedule == "interleaved" else "at least"
-        problems.append(
-            Problem(
-                "train.global_batch",
-                f'schedule "{layout.schedule}" needs {kind} {depth} micro-batches per '
-                f"data-parallel rank, got {micro_batches}: use {rounds * depth * at_once}",
-            )
+    per_pass = train.micro_batch * ranks["replicate"] * ranks["shard"]
+    micro_batches = train.global_batch // per_pass
+    is_interleaved = layout.schedule == "interleaved"
+    if micro_batches < depth or (is_interleaved and micro_batches % depth):
+        yield Problem(
+            "train.global_batch",
+            f'layout.schedule = "{layout.schedule}" needs '
+            f"{'a multiple of' if is_interleaved else 'at least'} {depth} micro-batches per "
+            f"data-parallel rank, got {micro_batches}: "
+            f"use {max(1, micro_batches // depth) * depth * per_pass}",
         )
-    if layout.schedule == "zbv" and ranks["shard"] * ranks["sequence"] > 1 and layout.zero == 3:
-        message = (
-            'is 3, and schedule "zbv" needs parameters whole from a forward pass to its weight '
-            "gradients: use 2"
-        )
-        problems.append(Problem("layout.zero", message))
-    if layout.schedule == "zbv" and tuple(map(int, version("torch").split(".")[:2])) < (2, 13):
-        message = (
-            f'"zbv" needs torch 2.13, and this is {version("torch")}, which cannot take the '
-            'backward pass of a function in Python apart: use "interleaved"'
-        )
-        problems.append(Problem("layout.schedule", message))
-    chooses = train.activation_checkpointing == "selective" or (
-        train.activation_checkpointing == "full" and ranks["sequence"] > 1
-    )
-    if layout.schedule == "zbv" and chooses:
-        message = (
-            f'is "{train.activation_checkpointing}", and what it keeps schedule "zbv" would need twice: use '
-            f'"{"none" if ranks["sequence"] > 1 else "full"}"'
-        )
-        problems.append(Problem("train.activation_checkpointing", message))
-    if layout.schedule == "zbv" and train.compile is True:
-        message = 'has no part in schedule "zbv", which takes backward passes apart: use false'
-        problems.append(Problem("train.compile", message))
-    return problems
 
 
-def _layout_rules(
-    layout: Layout, model: Model, data: Data, train: Train, world: int
-) -> list[Problem]:
-    if problems := layout_problems(layout.ranks(), world):
-        return [Problem("layout", message) for message in problems]
-    ranks = layout.resolve(world)
-    problems_found = _pipeline_problems(layout, ranks, model, train)
-    if data.context % ranks["sequence"]:
-        problems_found.append(
-            Problem(
-                "layout.sequence",
-                f"{ranks['sequence']} does not divide data.context = {data.context}: change one",
-            )
+def _zbv_problems(layout: Layout, ranks: Mapping[str, int], train: Train) -> Problems:
+    """Return what the ZBV schedule, which splits each backward pass in two, does not support."""
+    is_sequence_parallel = ranks["sequence"] > 1
+    if layout.zero == 3 and (ranks["shard"] > 1 or is_sequence_parallel):
+        yield Problem(
+            "layout.zero",
+            '3 is not supported with layout.schedule = "zbv", which needs unsharded parameters '
+            "from the forward pass to the weight gradients: use 2",
         )
-    problems_found += [
-        Problem(
-            "layout.tensor",
-            f"{ranks['tensor']} does not divide model.{key} = {getattr(model, key)}: change one",
+    if tuple(map(int, version("torch").split(".")[:2])) < (2, 13):
+        yield Problem(
+            "layout.schedule",
+            f'"zbv" needs torch 2.13, but torch is {version("torch")}, which cannot split the '
+            'backward pass of a Python autograd function: use "interleaved"',
         )
-        for key in ("heads", "kv_heads", "ffn", "vocab")
-        if getattr(model, key) % ranks["tensor"]
-    ]
-    if ranks["tensor"] > 1 and layout.megatron_sequence_parallel and model.linear != "dense":
-        message = f'has no use with model.linear = "{model.linear}", which splits by features'
-        problems_found.append(Problem("layout.megatron_sequence_parallel", f"{message}: use false"))
-    if layout.zero == 0 and ranks["sequence"] > 1:
-        message = "is 0, and the ranks of a sequence share parameters: use 1, 2 or 3"
-        problems_found.append(Problem("layout.zero", message))
-    tokens = data.context // ranks["sequence"]
-    if layout.megatron_sequence_parallel and ranks["tensor"] > 1 and tokens % ranks["tensor"]:
+    mode = train.activation_checkpointing
+    if mode == "selective" or (mode == "full" and is_sequence_parallel):
+        yield Problem(
+            "train.activation_checkpointing",
+            f'"{mode}" is not supported with layout.schedule = "zbv", which needs the saved '
+            f'activations twice: use "{"none" if is_sequence_parallel else "full"}"',
+        )
+    if train.compile is True:
         message = (
-            f"with megatron_sequence_parallel, {ranks['tensor']} does not divide the {tokens} tokens of a rank: "
-            "change data.context, or megatron_sequence_parallel = false"
+            'true is not supported with layout.schedule = "zbv", which splits the backward pass'
         )
-        problems_found.append(Problem("layout.tensor", message))
-    if layout.gradient_compression != "none" and not 1 < ranks["replicate"] == world:
-        message = (
-            f'"{layout.gradient_compression}" has a use with layout.replicate alone: use "none"'
-        )
-        problems_found.append(Problem("layout.gradient_compression", message))
-    if train.precision == "fp16" and ranks["tensor"] > 1:
-        message = '"fp16" with layout.tensor is not there yet: use "bf16"'
-        problems_found.append(Problem("train.precision", message))
-    if train.precision == "fp16" and layout.gradient_compression == "powersgd":
-        message = '"powersgd" would keep the overflows that "fp16" steps over: use "none"'
-        problems_found.append(Problem("layout.gradient_compression", message))
-    if layout.offload and ranks["shard"] * ranks["sequence"] == 1:
-        message = "is of sharded parameters, and there are none: use false, or layout.shard > 1"
-        problems_found.append(Problem("layout.offload", message))
-    data_ranks = ranks["replicate"] * ranks["shard"]
-    at_once = train.micro_batch * data_ranks
-    if train.global_batch % train.micro_batch == 0 and train.global_batch % at_once:
-        problems_found.append(
-            Problem(
-                "train.global_batch",
-                f"{train.global_batch} is not a multiple of train.micro_batch = "
-                f"{train.micro_batch} × {data_ranks} data-parallel ranks: "
-                f"use {math.ceil(train.global_batch / at_once) * at_once}",
-            )
-        )
-    return problems_found
+        yield Problem("train.compile", f"{message}: use false")
 
 
-def _engine_rules(engine: Engine, layout: Layout, train: Train, world: int) -> list[Problem]:
-    if layout_problems(layout.ranks(), world):
-        return []
+def _engine_rules(engine: Engine, layout: Layout, train: Train, world: int) -> Problems:
+    # Keys of other engines are allowed with "native", so that one file works with every engine.
+    if engine.name == "native" or layout_problems(layout.ranks(), world):
+        return
     name, ranks = engine.name, layout.resolve(world)
-    if name == "native":  # keys of the others may stand there: one file, whoever runs it
-        return []
-    problems = [
-        Problem(
-            f"layout.{axis}",
-            f'is {ranks[axis]}, and engine.name = "{name}" copies and shards the model only: use '
-            'engine.name = "native", or 1',
-        )
-        for axis in ("sequence", "tensor", "pipeline")
-        if ranks[axis] > 1
-    ]
+    for axis in ("sequence", "tensor", "pipeline"):
+        if ranks[axis] > 1:
+            yield Problem(
+                f"layout.{axis}",
+                f'{ranks[axis]} is not supported with engine.name = "{name}", which only '
+                f'replicates and shards: set engine.name = "native" or layout.{axis} = 1',
+            )
     if ranks["replicate"] > 1 and ranks["shard"] > 1:
-        message = f'is {ranks["replicate"]} beside shard {ranks["shard"]}, and "{name}" shards over'
-        problems.append(Problem("layout.replicate", f"{message} all ranks: use 1"))
+        yield Problem(
+            "layout.replicate",
+            f'{ranks["replicate"]} is not supported with engine.name = "{name}" and layout.shard = '
+            f"{ranks['shard']}: use 1",
+        )
     if layout.offload:
-        message = "is the native engine's: use false" + (
-            ", and engine.offload_optimizer and engine.offload_parameters"
-            if name == "deepspeed"
-            else ""
+        other = ", and set engine.offload_optimizer and engine.offload_param"
+        yield Problem(
+            "layout.offload",
+            'true needs engine.name = "native": use false' + (other if name == "deepspeed" else ""),
         )
-        problems.append(Problem("layout.offload", message))
     if layout.gradient_compression != "none":
-        problems.append(
-            Problem("layout.gradient_compression", 'is the native engine\'s: use "none"')
-        )
+        message = f'"{layout.gradient_compression}" needs engine.name = "native": use "none"'
+        yield Problem("layout.gradient_compression", message)
     if name == "accelerate" and ranks["shard"] > 1 and engine.mode == "plain":
-        message = f'"plain" has copies only, and layout.shard is {ranks["shard"]}: use "fsdp2", or'
-        problems.append(Problem("engine.mode", f"{message} layout.zero = 0"))
+        yield Problem(
+            "engine.mode",
+            f'"plain" only replicates, but layout.shard is {ranks["shard"]}: use "fsdp2", or set '
+            "layout.zero = 0",
+        )
     if name == "accelerate" and ranks["replicate"] > 1 and engine.mode in ("fsdp2", "deepspeed"):
-        message = f'"{engine.mode}" shards, and the ranks are copies: use "plain", or layout.shard'
-        problems.append(Problem("engine.mode", message))
+        yield Problem(
+            "engine.mode",
+            f'"{engine.mode}" shards, but layout.replicate is {ranks["replicate"]}: use "plain", '
+            "or set layout.shard",
+        )
     if name == "deepspeed" or engine.mode == "deepspeed":
-        problems += _deepspeed_problems(engine, layout, train, ranks)
-    return problems
+        yield from _deepspeed_problems(engine, layout, train, ranks)
 
 
 def _deepspeed_problems(
     engine: Engine, layout: Layout, train: Train, ranks: Mapping[str, int]
-) -> list[Problem]:
-    problems = []
+) -> Problems:
     stage = layout.zero if ranks["replicate"] == 1 else 0
     if train.optimizer != "adamw":
-        message = f'"{train.optimizer}" is the native engine\'s: use "adamw"'
-        problems.append(Problem("train.optimizer", message))
+        message = f'"{train.optimizer}" needs engine.name = "native": use "adamw"'
+        yield Problem("train.optimizer", message)
     if train.compile is True and stage == 3:
-        message = "is true, and ZeRO-3's hooks within the blocks cannot be compiled: use false"
-        problems.append(Problem("train.compile", message))
-    for key, least in (("offload_optimizer", 1), ("offload_parameters", 3)):
-        where = getattr(engine, key)
-        needed = 3 if where == "nvme" else least
-        if where != "none" and stage < needed:
-            message = f'"{where}" needs layout.zero of at least {needed}, and it is {stage}'
-            problems.append(Problem(f"engine.{key}", message))
-    if "nvme" in (engine.offload_optimizer, engine.offload_parameters) and not engine.nvme_path:
-        problems.append(Problem("engine.nvme_path", 'is needed by "nvme": name a folder'))
-    return problems
+        message = "true is not supported with DeepSpeed's ZeRO-3 hooks inside the blocks: use false"
+        yield Problem("train.compile", message)
+    for key, min_stage in (("offload_optimizer", 1), ("offload_param", 3)):
+        target = getattr(engine, key)
+        needed = 3 if target == "nvme" else min_stage
+        if target != "none" and stage < needed:
+            message = f'"{target}" needs layout.zero >= {needed}, but the ZeRO stage is {stage}'
+            yield Problem(f"engine.{key}", f'{message}: raise it or use "none"')
+    if "nvme" in (engine.offload_optimizer, engine.offload_param) and not engine.nvme_path:
+        yield Problem("engine.nvme_path", 'is required by "nvme": set a folder on a fast disk')
 
 
-RULES: tuple[Callable[..., list[Problem]], ...] = (
+RULES: tuple[Callable[..., Problems], ...] = (
     _model_rules,
     _sketch_rules,
     _attention_rules,
     _train_rules,
-    _initial_rules,
+    _init_from_rules,
     _recall_rules,
     _layout_rules,
     _engine_rules,
@@ -384,9 +358,9 @@ RULES: tuple[Callable[..., list[Problem]], ...] = (
 
 
 def check_rules(sections: Mapping[str, Section], world: int | None) -> list[Problem]:
-    """Problems between values, from every rule of which all is known; `world`: processes."""
+    """Return the problems of every rule whose sections are valid; `world` is the process count."""
     known: dict[str, Any] = {**sections, **({} if world is None else {"world": world})}
-    problems = []
+    problems: list[Problem] = []
     for rule in RULES:
         needs = inspect.signature(rule).parameters
         if set(needs) <= set(known):

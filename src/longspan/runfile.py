@@ -1,4 +1,4 @@
-"""Reading run files: TOML or YAML, dotted overrides, and every problem said at once."""
+"""Reads run files: TOML or YAML, dotted overrides, and all problems reported at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from longspan.config import AXES, Run, Section, fill_branches
+from longspan import presets
+from longspan.config import AXES, Run, Section
 from longspan.errors import UserError
 from longspan.rules import Problem, check_rules
 
@@ -31,13 +32,13 @@ ONE_PROCESS = [
     "layout.offload=false",
     "engine.name=native",
 ]
-"""Overrides for what one process does with a run of many."""
+"""Overrides that make any run a run of one process."""
 
 KEY = r'(?:"[^"]*"|[^."=]+)'
-"""A key in the path of an override: in quotes where it holds a dot."""
+"""A key in the path of an override; it is quoted if it contains a dot."""
 
 RUN_FILE = "run.toml"
-"""The name of the run file in a run's folder."""
+"""Name of the run file in a run folder."""
 
 SECTIONS: dict[str, type[Section]] = {
     name: field.annotation  # type: ignore[misc]
@@ -52,9 +53,9 @@ def load_run(
     builtin: str = "cpu",
     world: int | None = 1,
 ) -> Run:
-    """The run in `path`, or the built-in one called `builtin`, with section.key=value overrides.
+    """Load the run file `path`, or the built-in run `builtin`, with section.key=value overrides.
 
-    Its layout is checked for `world` processes, or not at all for None.
+    The layout is checked for `world` processes; None skips that check.
     """
     name = str(path) if path else f"built-in run {builtin!r}"
     tables = _read(path) if path else _read_builtin(builtin)
@@ -62,8 +63,8 @@ def load_run(
 
 
 def parse_run(tables: Mapping[str, Any], name: str = "run", *, world: int | None = 1) -> Run:
-    """Validate plain tables into a Run; raises one UserError that lists every problem."""
-    tables = fill_branches(dict(tables))
+    """Validate plain tables into a Run, or raise one UserError that lists every problem."""
+    tables = _fill_branches(dict(tables))
     problems = [
         Problem(key, f"unknown section{_did_you_mean(key, SECTIONS)}")
         for key in tables
@@ -75,7 +76,7 @@ def parse_run(tables: Mapping[str, Any], name: str = "run", *, world: int | None
         if isinstance(table, Mapping):
             unknown = [field for field in table if field not in section.model_fields]
             problems += [
-                Problem(f"{key}.{field}", f"unknown key{_place(field, key)}") for field in unknown
+                Problem(f"{key}.{field}", f"unknown key{_suggest(field, key)}") for field in unknown
             ]
             table = {field: table[field] for field in table if field not in unknown}
         try:
@@ -89,23 +90,35 @@ def parse_run(tables: Mapping[str, Any], name: str = "run", *, world: int | None
 
 
 def dump_run(run: Run) -> str:
-    """The run as a TOML file, defaults spelled out; optional keys that are unset are left out."""
+    """Return the run as TOML with all defaults written out; unset optional keys are omitted."""
     return tomli_w.dumps(run.model_dump(mode="json", exclude_none=True))
 
 
 def new_run_dir(parent: Path, run_file: Path | None) -> Path:
-    """A folder name that is free: the run file's name and the time."""
+    """Return an unused folder name made of the run file's name and the time."""
     stem = f"{run_file.stem if run_file else 'builtin'}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (stem if n == 1 else f"{stem}-{n}" for n in range(1, 1000))
     return next(parent / name for name in names if not (parent / name).exists())
 
 
 def saved_run_file(run_dir: Path) -> Path:
-    """The run file that a run's folder holds."""
+    """Return the path of the run file in a run folder."""
     path = run_dir / RUN_FILE
     if not path.exists():
         raise UserError(f"{run_dir} is not a run folder: it has no {RUN_FILE}")
     return path
+
+
+def _fill_branches(tables: dict[str, Any]) -> dict[str, Any]:
+    """Give a dilated [attention] without branches those of the model preset."""
+    model, attention = tables.get("model", {}), tables.get("attention", {})
+    if not isinstance(model, Mapping) or not isinstance(attention, Mapping):
+        return tables
+    has_branches = {"segment_lengths", "dilation_rates"} & set(attention)
+    if attention.get("kind", "dilated") != "dilated" or has_branches:
+        return tables
+    branches = presets.BRANCHES.get(str(model.get("preset", "tiny")), {})
+    return {**tables, "attention": {**branches, **attention}}
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -133,20 +146,20 @@ def _parse_yaml(text: str, path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        tables = _plain(yaml.safe_load(text))
+        tables = _as_toml(yaml.safe_load(text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
     if tables is None:
         return {}
     if not isinstance(tables, dict):
-        raise UserError(f"{path} must hold one table per section, got a {type(tables).__name__}")
+        raise UserError(f"{path} must contain one table per section, got a {type(tables).__name__}")
     return tables
 
 
-def _plain(value: Any) -> Any:
-    """YAML as TOML would have it: keys are text, and 3e-4, text to YAML 1.1, is a number."""
+def _as_toml(value: Any) -> Any:
+    """Convert YAML to what TOML gives: string keys, and a float for 3e-4, a string in YAML 1.1."""
     if isinstance(value, dict):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        return {str(key): _as_toml(inner) for key, inner in value.items()}
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         return float(value)
     return value
@@ -167,13 +180,13 @@ def _override(tables: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any
             table = table.setdefault(key, {})
             if not isinstance(table, dict):
                 where = ".".join(keys[:depth])
-                raise UserError(f"{override!r} sets a key of {where}, which is {table!r}")
+                raise UserError(f"{override!r} needs a table {where}, but {where} is {table!r}")
         table[keys[-1]] = _parse_value(text)
     return tables
 
 
 def _parse_value(text: str) -> Any:
-    """A TOML value, or the text itself where it is none: strings need no quotes."""
+    """Parse a TOML value; what is not one is a string, so strings need no quotes."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except (ValueError, RecursionError):
@@ -181,14 +194,14 @@ def _parse_value(text: str) -> Any:
 
 
 def _explain(key: str, section: type[Section], detail: ErrorDetails) -> Problem:
-    """One pydantic error in our words: dotted path, what came, what would be right."""
+    """Turn a pydantic error into a problem: dotted path, what was expected, what came."""
     loc = [str(part) for part in detail["loc"]]
     path = ".".join([key, *loc])
-    came = detail["input"]
+    value = detail["input"]
     if detail["type"] in ("model_type", "model_attributes_type"):
-        return Problem(path, f"expected a table, [{path}], got {came!r}")
+        return Problem(path, f"expected a table [{path}], got {value!r}")
     while len(loc) > 1 and isinstance(inner := section.model_fields[loc[0]].default, Section):
-        section, loc = type(inner), loc[1:]  # a table within the table
+        section, loc = type(inner), loc[1:]  # a nested table
     if detail["type"] == "extra_forbidden":
         fields = section.model_fields
         hint = _did_you_mean(loc[0], fields) or f"; it has {', '.join(fields)}"
@@ -197,22 +210,22 @@ def _explain(key: str, section: type[Section], detail: ErrorDetails) -> Problem:
     expected = expected.replace("expected greater", "expected a number greater")
     expected = expected.replace("expected less", "expected a number less")
     hint = ""
-    if detail["type"] == "literal_error" and isinstance(came, str):
+    if detail["type"] == "literal_error" and isinstance(value, str):
         choices = str(detail["ctx"]["expected"]).replace(" or ", ", ").split(", ")
-        hint = _did_you_mean(came, [choice.strip("'") for choice in choices])
+        hint = _did_you_mean(value, [choice.strip("'") for choice in choices])
     elif loc and loc[0] in section.model_fields:
         default = section.model_fields[loc[0]].default
         hint = f"; the default is {default!r}" if default not in (None, (), {}) else ""
-    return Problem(path, f"{expected}, got {came!r}{hint}")
+    return Problem(path, f"{expected}, got {value!r}{hint}")
 
 
-def _place(key: str, section: str) -> str:
-    """Where an unknown key of `section` may have been meant to stand."""
+def _suggest(key: str, section: str) -> str:
+    """Suggest what an unknown key of `section` was meant to be."""
     if hint := _did_you_mean(key, SECTIONS[section].model_fields):
         return hint
-    homes = [name for name, other in SECTIONS.items() if key in other.model_fields]
-    if homes:
-        return f"; did you mean {homes[0]}.{key}?"
+    others = [name for name, other in SECTIONS.items() if key in other.model_fields]
+    if others:
+        return f"; did you mean {others[0]}.{key}?"
     return f"; [{section}] has {', '.join(SECTIONS[section].model_fields)}"
 
 

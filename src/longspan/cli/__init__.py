@@ -1,7 +1,7 @@
-"""The command line: what may stand there (`arguments`), and what is then done (`verbs`).
+"""The command line: `arguments` parses it, `verbs` runs it.
 
 Exit codes: 0 done; 2 the user's input is wrong; 3 stopped on request with a checkpoint saved (0
-under a torchrun that restarts); 1 anything else.
+under a torchrun with restarts); 1 anything else.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WRONG_INPUT, STOPPED = 2, 3
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit code."""
+    """Run one command and return its exit code."""
     args = parse(argv)
     try:
         _check_text(vars(args))
@@ -26,22 +26,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"longspan: {error}", file=sys.stderr)
         return WRONG_INPUT
-    except SystemExit as ended:  # by the processes that did the work
-        return int(ended.code or DONE)
+    except SystemExit as exited:  # with the exit code of worker processes
+        return int(exited.code or DONE)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
-        # torchrun would start it again after any other code, and has no word for this one.
+        # torchrun restarts workers after any other exit code.
         return DONE if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else STOPPED
     except Diverged as error:
         print(f"longspan: {error}", file=sys.stderr)
         return FAILED
-    except OutOfMemory as error:  # of one rank perhaps, and not of that which has the console
-        from longspan.launching.local import leave_word
+    except OutOfMemory as error:  # perhaps on a rank without the console
+        from longspan.launching.local import report_failure
 
-        if not leave_word(str(error)):
+        if not report_failure(str(error)):
             print(f"longspan: {error}", file=sys.stderr)
         return FAILED
-    except BrokenPipeError:  # whoever read the output has had enough, and so has the interpreter
+    except BrokenPipeError:  # the reader closed the pipe; keep the interpreter from flushing to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     except KeyboardInterrupt:
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _check_text(values: Mapping[str, object]) -> None:
-    """Arguments that are not UTF-8 arrive with lone surrogates, which no file can hold."""
+    """Reject arguments that are not UTF-8: their lone surrogates cannot be written to a file."""
     for value in values.values():
         for text in value if isinstance(value, list) else [value]:
             try:

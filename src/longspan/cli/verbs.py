@@ -1,4 +1,4 @@
-"""The verbs. Each is a thin call into a room; none imports torch until it must."""
+"""The commands. Each is a thin call into a package; none imports torch before it needs it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from longspan.errors import Diverged, UserError
 
 DONE, FAILED = 0, 1
-"""Exit codes that a verb may end with."""
+"""Exit codes of a command."""
 
 
 def _split_items(items: Sequence[str]) -> tuple[Path | None, list[str]]:
@@ -39,12 +39,12 @@ def train(args: argparse.Namespace) -> None:
         raise UserError(
             f"--nproc must be at least 1, got {args.nproc}"
             if args.nproc < 1
-            else f"--nproc {args.nproc} within a world of {world.size} processes: leave it out"
+            else f"--nproc cannot be used by one of {world.size} processes: remove it"
         )
     if args.restarts < 0 or (args.restarts and (args.nproc or 1) < 2):
         raise UserError(
-            f"--restarts is a number from 0 on and goes with --nproc of at least 2, got "
-            f"{args.restarts}; torchrun has --max-restarts"
+            f"--restarts must be at least 0 and needs --nproc of at least 2, got {args.restarts}; "
+            "with torchrun use --max-restarts"
         )
     file, overrides = _split_items(args.items)
     if file is None and args.resume:
@@ -56,7 +56,7 @@ def train(args: argparse.Namespace) -> None:
         world=args.nproc or world.size,
     )
     if world.size > 1 and not (args.resume or args.run_dir):
-        raise UserError("several processes need one folder: give --run-dir or --resume")
+        raise UserError(f"{world.size} processes need one run folder: give --run-dir or --resume")
     run_dir = args.resume or args.run_dir or new_run_dir(Path("runs"), file)
     if args.nproc is not None and args.nproc > 1:
         _train_in_processes(args, run_dir)
@@ -95,7 +95,7 @@ def plan(args: argparse.Namespace) -> None:
     given = load_run(file, overrides, builtin=builtin, world=None)
     if for_gpus and given.train.precision == "auto":
         overrides.append("train.precision=bf16")
-    gpus = args.gpus if for_gpus else given.layout.fewest
+    gpus = args.gpus if for_gpus else given.layout.min_world_size
     run = load_run(file, overrides, builtin=builtin, world=gpus)
     device = torch.device("cuda") if for_gpus else choose_device(run)
     found = plan(resolve(run, device), gpus)
@@ -117,28 +117,29 @@ def _train_in_processes(args: argparse.Namespace, run_dir: Path) -> None:
     import signal
 
     from longspan.launching.local import FORWARDED, run_processes
-    from longspan.tracking import HISTORY, History, cause_of_end
+    from longspan.tracking import HISTORY, History, exit_reason
     from longspan.training.folder import check_run_folder
 
     check_run_folder(run_dir, resume=args.resume is not None)
     program = [sys.executable, "-m", "longspan", "train", *args.items]
     options = ["--json"] if args.json else []
-    where, left = ["--resume" if args.resume else "--run-dir", str(run_dir)], args.restarts
-    heard: list[int] = []
-    if left:
-        for number in FORWARDED:  # between two starts as well
-            signal.signal(number, lambda number, _: heard.append(number))
+    folder = ["--resume" if args.resume else "--run-dir", str(run_dir)]
+    restarts_left, received = args.restarts, list[int]()
+    if restarts_left:
+        for number in FORWARDED:  # also between two starts
+            signal.signal(number, lambda number, _: received.append(number))
     while True:
-        command = [*program, *where, *options]
-        code = run_processes(command, args.nproc, run_dir / "logs", heard=heard)
-        if code != FAILED or left == 0 or heard or not (run_dir / "run.toml").exists():
+        command = [*program, *folder, *options]
+        code = run_processes(command, args.nproc, run_dir / "logs", received=received)
+        is_final = code != FAILED or restarts_left == 0 or received
+        if is_final or not (run_dir / "run.toml").exists():
             break
-        cause = cause_of_end(History(run_dir / HISTORY).lines()) or ""
-        if cause.startswith(Diverged.__name__):  # and would again
+        cause = exit_reason(History(run_dir / HISTORY).events()) or ""
+        if cause.startswith(Diverged.__name__):  # it would diverge again
             break
-        left -= 1
-        print(f"longspan: starting again, then {left} more times", file=sys.stderr)
-        where = ["--resume", str(run_dir)]
+        restarts_left -= 1
+        print(f"longspan: restarting; {restarts_left} restarts left", file=sys.stderr)
+        folder = ["--resume", str(run_dir)]
     if code != DONE:
         raise SystemExit(code)
 
@@ -156,7 +157,7 @@ def drill(args: argparse.Namespace) -> None:
         seed=args.seed,
     )
     print(json.dumps(report.as_dict()) if args.json else report)
-    if not report.is_fine:
+    if not report.passed:
         raise SystemExit(FAILED)
 
 
@@ -175,34 +176,31 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def sketch(args: argparse.Namespace) -> None:
-    from longspan.sketch_run import convert, open_trained
-    from longspan.sketching.search import Search
+    from longspan.sketch_run import convert, open_trained, search
     from longspan.training.folder import check_run_folder
 
     if not 0 < args.keep <= 1:
-        raise UserError(f"--keep is a share above 0 and at most 1, got {args.keep}")
+        raise UserError(f"--keep must be greater than 0 and at most 1, got {args.keep}")
     for name in ("terms", "calibrate", "swaps"):
-        least = int(name == "terms")
-        if getattr(args, name) < least:
-            raise UserError(f"--{name} is a number from {least} on, got {getattr(args, name)}")
+        minimum = int(name == "terms")
+        if (value := getattr(args, name)) < minimum:
+            raise UserError(f"--{name} must be at least {minimum}, got {value}")
     if args.method == "svd" and args.terms > 1:
-        raise UserError("--terms goes with --method least_squares or sketch; svd has one")
+        raise UserError("--terms > 1 is not supported with --method svd: use least_squares")
     if args.method == "sketch" and args.calibrate:
-        raise UserError("--calibrate goes with --method svd or least_squares; sketch fits nothing")
+        raise UserError("--calibrate has no effect with --method sketch: use svd or least_squares")
     how = {"method": args.method, "layers": args.layers, "terms": args.terms}
     how["calibrate"] = args.calibrate
     if args.out is not None:
         check_run_folder(args.out, resume=False)
     trained, found = open_trained(args.run_dir), None
     if args.search:
-        found = Search(trained, args.run_dir / f"sketch-{args.method}", **how).run(
-            args.keep, args.swaps
-        )
+        found = search(trained, keep=args.keep, swaps=args.swaps, **how)
     ranks = found.ranks if found else None
     result = convert(trained, args.out, keep=args.keep, ranks=ranks, **how)
     if args.json:
-        search = {"search": found.as_dict()} if found else {}
-        print(json.dumps({**result.as_dict(), **search}))
+        searched = {"search": found.as_dict()} if found else {}
+        print(json.dumps({**result.as_dict(), **searched}))
         return
     print("\n".join(str(part) for part in (found, result) if part))
 
@@ -228,11 +226,11 @@ def data_info(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps(info))
         return
-    print(f"{args.folder}: tokenizer {info['tokenizer']}, {info['vocab']:,} tokens of vocabulary")
+    print(f"{args.folder}: tokenizer {info['tokenizer']}, vocabulary size {info['vocab']:,}")
     for name, split in info["splits"].items():
         print(
             f"  {name:<10}  {split['tokens']:>14,} tokens  {split['documents']:>10,} documents  "
-            f"longest {split['longest']:,}  {split['shards']} shard(s), SHA-256 right"
+            f"longest {split['longest']:,}  {split['shards']} shard(s), SHA-256 verified"
         )
 
 
@@ -282,15 +280,15 @@ def export(args: argparse.Namespace) -> None:
 
 
 def checkpoint_list(args: argparse.Namespace) -> None:
-    from longspan.checkpoint.listing import listed
+    from longspan.checkpoint.listing import inspect_checkpoints
 
-    found = listed(args.run_dir / "checkpoints", checked=args.checked)
+    found = inspect_checkpoints(args.run_dir / "checkpoints", verify=args.checked)
     if args.json:
         print(json.dumps([asdict(entry) for entry in found]))
     for entry in [] if args.json else found:
-        fine = "whole" if args.checked else ""
+        status = entry.problem or ("intact" if args.checked else "")
         size = f"{entry.bytes / 2**20:,.1f} MiB"
-        print(f"{entry.name:<22}{size:>14}  {entry.ranks} ranks  {entry.problem or fine}".rstrip())
+        print(f"{entry.name:<22}{size:>14}  {entry.ranks} ranks  {status}".rstrip())
     bad = [e for e in found if e.problem is not None and not e.name.startswith("bad-")]
     if args.checked and bad:
         raise SystemExit(FAILED)
@@ -303,14 +301,14 @@ def checkpoint_rm(args: argparse.Namespace) -> None:
 
 
 def config_show(args: argparse.Namespace) -> None:
-    from longspan.config import derived_values
+    from longspan.derived import derived_values
     from longspan.runfile import dump_run, load_run
 
     if args.nproc < 1:
         raise UserError(f"--nproc must be at least 1, got {args.nproc}")
     file, overrides = _split_items(args.items)
     if args.deepspeed:
-        overrides.append("engine.name=deepspeed")  # with what that cannot do refused
+        overrides.append("engine.name=deepspeed")  # so that unsupported keys are rejected
     if args.accelerate:
         overrides.append("engine.name=accelerate")
     run = load_run(file, overrides, builtin="cpu" if file else _builtin_name(), world=args.nproc)
@@ -320,11 +318,11 @@ def config_show(args: argparse.Namespace) -> None:
         from longspan.device import choose_device, resolve
         from longspan.engines.settings import accelerate_settings, deepspeed_settings
 
-        settled = resolve(run, choose_device(run))
+        resolved = resolve(run, choose_device(run))
         if args.deepspeed:
-            print(json.dumps(deepspeed_settings(settled, args.nproc), indent=1))
+            print(json.dumps(deepspeed_settings(resolved, args.nproc), indent=1))
         else:
-            print(yaml.safe_dump(accelerate_settings(settled, args.nproc)), end="")
+            print(yaml.safe_dump(accelerate_settings(resolved, args.nproc)), end="")
         return
     from longspan.models import count_parameters
 

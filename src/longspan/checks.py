@@ -1,0 +1,54 @@
+"""Checks of plain values that the run file and the operators share. Each returns what is wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+def branch_problems(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...]) -> list[str]:
+    """Return why these cannot be the branches of a dilated pattern."""
+    if len(segment_lengths) != len(dilation_rates) or not segment_lengths:
+        return [
+            "segment_lengths and dilation_rates need one entry per branch, got "
+            f"{len(segment_lengths)} and {len(dilation_rates)}"
+        ]
+    problems = []
+    for w, r in zip(segment_lengths, dilation_rates, strict=True):
+        if w < 1 or r < 1:
+            problems.append(f"segment length and dilation rate must be at least 1, got {w} and {r}")
+        elif w % r:
+            nearest = max(r, round(w / r) * r)
+            problems.append(
+                f"segment length {w} must be a multiple of its dilation rate {r}: use {nearest}"
+            )
+    return problems
+
+
+def block_problem(tokens: int, block_size: int) -> str | None:
+    """Return why this number of tokens is not a whole number of blocks."""
+    if tokens % block_size == 0:
+        return None
+    return (
+        f"must be a multiple of block_size = {block_size}, got {tokens}: "
+        f"use {round(tokens / block_size) * block_size}"
+    )
+
+
+def layout_problems(ranks: Mapping[str, int], world: int) -> list[str]:
+    """Return why these ranks per axis do not cover `world` processes."""
+    if zeros := [axis for axis, n in ranks.items() if n == 0]:
+        return [
+            f"{axis} must be at least 1, or -1 for the remaining devices, got 0" for axis in zeros
+        ]
+    rest = [axis for axis, n in ranks.items() if n == -1]
+    if len(rest) > 1:
+        return [f"only one axis can be -1 (the remaining devices), got {', '.join(rest)}"]
+    fixed = math.prod(n for n in ranks.values() if n > 0)
+    if world % fixed or (not rest and fixed != world):
+        product = " × ".join(f"{axis} {n}" for axis, n in ranks.items() if n > 1)
+        return [
+            f"{product or 'one rank per axis'} needs {fixed} processes, but there are {world}: "
+            "change the layout or the number of processes"
+        ]
+    return []

@@ -1,0 +1,45 @@
+"""What follows from a run file, as text for people."""
+
+from __future__ import annotations
+
+from longspan.config import BLOCK_SPARSE_KEYS, Attention, Model, Run
+
+
+def derived_values(run: Run, world: int = 1) -> dict[str, str]:
+    """Return what follows from a run on `world` processes: batch, tokens, ranks per axis."""
+    train, context = run.train, run.data.context
+    ranks = run.layout.resolve(world)
+    data_parallel = ranks["replicate"] * ranks["shard"]
+    accumulation = train.global_batch // (train.micro_batch * data_parallel)
+    tokens = train.global_batch * context
+    linear = {} if run.model.linear == "dense" else {"linear layers": _linear_text(run.model)}
+    return {
+        **linear,
+        "attention": f"{run.attention.kind}{_pattern_text(run.attention)}, context {context:,}, "
+        f"RoPE theta {run.model.rope_theta_for(context):,.0f}",
+        "batch": f"{train.global_batch} = micro-batch {train.micro_batch} × gradient accumulation "
+        f"{accumulation} × data-parallel {data_parallel}",
+        "tokens": f"{tokens:,} per step × {train.steps:,} steps = {tokens * train.steps:,}",
+        "learning rate": f"{train.peak_lr:g} peak, {train.schedule}, "
+        f"{train.warmup_steps} warmup steps",
+        "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items())
+        + (f", ZeRO stage {run.layout.zero}" if ranks["shard"] > 1 else ""),
+    }
+
+
+def _linear_text(model: Model) -> str:
+    dense, cost = model.linear_costs()
+    training = (cost.forward + cost.backward) / (dense.forward + dense.backward)
+    return (
+        f"{model.linear}, {cost.stored:,} parameters instead of {dense.stored:,} "
+        f"({cost.stored / dense.stored:.1%}), {cost.forward / dense.forward:.1%} of the FLOPs "
+        f"forward, {training:.1%} in training"
+    )
+
+
+def _pattern_text(attention: Attention) -> str:
+    if attention.kind == "block_sparse":
+        values = {key: getattr(attention, key) for key in ("block_size", *BLOCK_SPARSE_KEYS)}
+        return "".join(f" {key} {value:g}" for key, value in values.items() if value)
+    branches = zip(attention.segment_lengths, attention.dilation_rates, strict=True)
+    return "".join(f" {w}/{r}" for w, r in branches)
