@@ -1,7 +1,7 @@
-"""A trained run of dense layers into one of sketched or low-rank layers.
+"""`longspan sketch`: convert a trained run to sketched or low-rank layers.
 
-The new run's folder is like any other, with one checkpoint, of step 0: it can be trained on,
-sampled from and exported. Its data goes on where that of the old run ended.
+The result is an ordinary run folder with a checkpoint of step 0: it can be fine-tuned, sampled from
+and exported. Training continues with the samples after those of the old run.
 """
 
 from __future__ import annotations
@@ -15,16 +15,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from longspan.checkpoint import CHECKPOINTS, Part, latest, open_checkpoint, save
+from longspan.checkpoint import CHECKPOINTS, TensorShard, latest, open_checkpoint, save
+from longspan.checkpoint.format import MANIFEST
 from longspan.config import Run, Sketch
-from longspan.data import Sample, Source, batch_of, open_source
+from longspan.data import Sample, Source, collate, open_source
 from longspan.errors import UserError
+from longspan.files import sha256_of
 from longspan.models import Decoder
 from longspan.parallel.placement import Placement
 from longspan.parallel.world import World
 from longspan.runfile import load_run, parse_run, saved_run_file
 from longspan.sketching import LowRankLinear, Report, SKLinear, sketch
 from longspan.sketching.conversion import Method
+from longspan.sketching.search import RankSearch, SearchResult
 from longspan.trained import load_trained
 from longspan.training.folder import check_run_folder, open_run_folder
 from longspan.training.loop import evaluate
@@ -33,8 +36,8 @@ from longspan.training.stopping import Requests
 
 
 @dataclass(frozen=True)
-class Trained:
-    """A run of dense layers, at its newest checkpoint, and what to judge it by."""
+class TrainedRun:
+    """A run with dense layers at its newest checkpoint, and its validation samples."""
 
     run_dir: Path
     run: Run
@@ -44,7 +47,7 @@ class Trained:
     validation: list[Sample]
 
     def loss(self) -> float:
-        """Nats per token over the validation samples."""
+        """The validation loss, in nats per token."""
         alone, device = Placement(self.run.layout, World(), None), self.model.norm.weight.device
         with torch.no_grad():
             loss = evaluate(self.model, self.validation, self.run, device, Requests(None), alone)
@@ -52,29 +55,29 @@ class Trained:
         return loss
 
     def batches(self, samples: int) -> list[tuple[Any, ...]]:
-        """The first `samples` of the training data, as the model's arguments."""
+        """The first `samples` of the training data, one per batch, as the model's arguments."""
         device, seed = self.model.norm.weight.device, self.run.train.seed
-        batches = [batch_of([self.source.sample(seed, i)], device) for i in range(samples)]
+        batches = [collate([self.source.sample(seed, i)], device) for i in range(samples)]
         return [(batch.tokens, batch.targets) for batch in batches]
 
 
-def open_trained(run_dir: Path) -> Trained:
+def open_trained(run_dir: Path) -> TrainedRun:
     run, model, step = load_trained(run_dir)
     if run.model.linear != "dense":
         raise UserError(
-            f'{run_dir} has model.linear = "{run.model.linear}" already: convert a run of dense '
-            "layers, or train this one on"
+            f'{run_dir} already has model.linear = "{run.model.linear}": convert a run with '
+            'model.linear = "dense"'
         )
     source = open_source(run.data, run.model)
     validation = source.validation_samples(run.train.eval_samples)
     if not validation:
-        raise UserError(f"{run_dir} has no validation samples to judge by: set train.eval_samples")
-    return Trained(run_dir, run, model, step, source, validation)
+        raise UserError(f"{run_dir} has no validation samples: set train.eval_samples > 0")
+    return TrainedRun(run_dir, run, model, step, source, validation)
 
 
 @dataclass(frozen=True)
-class Converted:
-    """What a conversion costs and loses."""
+class Conversion:
+    """The cost of the converted layers, and the validation loss before and after."""
 
     report: Report
     loss_before: float
@@ -93,13 +96,13 @@ class Converted:
         if self.out is not None:
             lines += [
                 f"run folder: {self.out}",
-                f"train it on: longspan train --resume {self.out} train.steps=200",
+                f"fine-tune it: longspan train --resume {self.out} train.steps=200",
             ]
         return "\n".join(lines)
 
 
 def convert(
-    trained: Trained,
+    trained: TrainedRun,
     out: Path | None,
     *,
     keep: float = 0.5,
@@ -108,10 +111,11 @@ def convert(
     terms: int = 1,
     ranks: Mapping[str, int] | None = None,
     calibrate: int = 0,
-) -> Converted:
-    """Convert the blocks' linear layers, in place, and write the run to `out` where it is given.
+) -> Conversion:
+    """Convert the linear layers of the blocks in place, and write the run to `out` if given.
 
-    `ranks`: of all terms together, by layer. `calibrate`: training samples to fit the layers to.
+    `ranks` maps layers to the rank of all terms together. `calibrate` is the number of training
+    samples to fit the layers to.
     """
     if out is not None:
         check_run_folder(out, resume=False)
@@ -121,7 +125,7 @@ def convert(
             trained.model,
             keep,
             method,
-            layers_of(trained.model, layers),
+            matching_layers(trained.model, layers),
             num_terms=terms,
             rank=ranks,
             calibration=trained.batches(calibrate) if calibrate else None,
@@ -129,57 +133,92 @@ def convert(
     except (ValueError, torch.linalg.LinAlgError) as error:  # type: ignore[attr-defined]
         raise UserError(str(error)) from error
     if report.after == report.before:
-        remarks = "; ".join(sorted({row.remark for row in report.rows}))
-        raise UserError(f"no layer would get smaller ({remarks}): change --keep or --layers")
+        notes = "; ".join(sorted({row.note for row in report.rows}))
+        raise UserError(f"no layer would become smaller ({notes}): change --keep or --layers")
     after = trained.loss()
     if out is not None:
         _write(trained, out, "low_rank" if method == "svd" else "sketched", terms)
-    return Converted(report, before, after, out)
+    return Conversion(report, before, after, out)
 
 
-def layers_of(model: Decoder, pattern: str) -> list[str]:
-    """The names of the blocks' dense layers that match."""
+def search(
+    trained: TrainedRun,
+    *,
+    keep: float,
+    swaps: int,
+    method: Method = "svd",
+    layers: str = "*",
+    terms: int = 1,
+    calibrate: int = 0,
+) -> SearchResult:
+    """Search the rank of each layer; trials are stored in the run folder and reused."""
+    newest = latest(trained.run_dir / CHECKPOINTS)
+    assert newest is not None
+    settings = {
+        "checkpoint": f"{newest.name}, SHA-256 {sha256_of(newest / MANIFEST)}",
+        "method": method,
+        "layers": layers,
+        "terms": terms,
+        "calibrate": calibrate,
+        "validation_samples": len(trained.validation),
+    }
+    ranks = RankSearch(
+        trained.model,
+        matching_layers(trained.model, layers),
+        trained.loss,
+        trained.run_dir / f"sketch-{method}",
+        settings=settings,
+        method=method,
+        terms=terms,
+        calibration=trained.batches(calibrate),
+        title=trained.run_dir.name,
+    )
+    return ranks.run(keep, swaps)
+
+
+def matching_layers(model: Decoder, pattern: str) -> list[str]:
+    """The names of the blocks' nn.Linear layers that match a glob."""
     names = [n for n, m in model.blocks.named_modules(prefix="blocks") if isinstance(m, nn.Linear)]
     found = [name for name in names if fnmatchcase(name, pattern)]
     if not found:
-        raise UserError(f"{pattern!r} matches no linear layer; they have names such as {names[0]}")
+        raise UserError(f"{pattern!r} matches no linear layer: use a glob such as {names[0]!r}")
     return found
 
 
-def _write(trained: Trained, out: Path, linear: str, terms: int) -> None:
-    """A run folder with the converted model as its checkpoint of step 0."""
+def _write(trained: TrainedRun, out: Path, linear: str, terms: int) -> None:
+    """Write a run folder whose checkpoint of step 0 holds the converted model."""
     model, source = trained.model, trained.source
     run = load_run(saved_run_file(trained.run_dir), world=None)
-    form = {"linear": linear, "sketch": Sketch(ranks=_ranks(model, run), terms=terms)}
+    sketch = Sketch(ranks=_ranks(model, run), terms=terms)
+    # Factored layers shard the residual stream by features, not by tokens.
+    layout = {"megatron_sequence_parallel": False}
     run = run.model_copy(
         update={
-            "model": run.model.model_copy(update=form),
-            "layout": run.layout.model_copy(
-                update={"megatron_sequence_parallel": False}
-            ),  # but by features
+            "model": run.model.model_copy(update={"linear": linear, "sketch": sketch}),
+            "layout": run.layout.model_copy(update=layout),
             "train": run.train.model_copy(update={"init_from": ""}),
         }
     )
-    run = parse_run(run.model_dump(mode="json", exclude_none=True), world=None)  # by all rules
+    run = parse_run(run.model_dump(mode="json", exclude_none=True), world=None)  # validate it
     newest = latest(trained.run_dir / CHECKPOINTS)
     assert newest is not None
-    was = Scalars.model_validate(open_checkpoint(newest).state)
+    old = Scalars.model_validate(open_checkpoint(newest).state)
     open_run_folder(run, out, torch.device("cpu"), source)
-    parts = {f"model/{name}": Part.whole(p.detach().cpu()) for name, p in model.named_parameters()}
-    parts |= {f"rng/{name}": Part.whole(x) for name, x in rng_states().items()}
+    weights = {f"model/{name}": p.detach().cpu() for name, p in model.named_parameters()}
+    weights |= {f"rng/{name}": x for name, x in rng_states().items()}
+    shards = {name: TensorShard.full(x) for name, x in weights.items()}
     trained_with = resume_key(run, source)
-    state = Scalars(samples=was.samples, skips=was.skips, scaler={}, trained_with=trained_with)
-    save(out / CHECKPOINTS, 0, parts, state.model_dump(mode="json"))
+    state = Scalars(samples=old.samples, skips=old.skips, scaler={}, trained_with=trained_with)
+    save(out / CHECKPOINTS, 0, shards, state.model_dump(mode="json"))
 
 
 def _ranks(model: Decoder, run: Run) -> dict[str, int]:
-    """The rank of each layer's terms, one line for all blocks where they are alike."""
+    """The rank of each layer's terms; one entry for all blocks if they agree."""
     ranks: dict[str, int] = {}
     blocks = run.model.layers
     for layer in run.model.linear_sizes:
         found = [_rank(model.get_submodule(f"blocks.{i}.{layer}")) for i in range(blocks)]
-        alike = len(set(found)) == 1
-        names = ["*"] if alike else [str(i) for i in range(blocks)]
+        names = ["*"] if len(set(found)) == 1 else [str(i) for i in range(blocks)]
         ranks |= {f"blocks.{i}.{layer}": r for i, r in zip(names, found, strict=False)}
     return ranks
 

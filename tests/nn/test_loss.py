@@ -1,4 +1,4 @@
-"""The chunked loss against torch's cross-entropy, and what it holds."""
+"""The chunked cross-entropy against torch's, and its peak memory."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def test_equals_torch_with_gradients(rows: int) -> None:
     ours = cross_entropy_sum(hidden, weight, targets, chunk_elements=rows * 11)
     expected = cross_entropy((hidden @ weight.T).flatten(0, 1), targets.flatten(), reduction="sum")
     torch.testing.assert_close(ours, expected)
-    # A factor in between, so that the incoming gradient counts.
+    # The factor makes the incoming gradient differ from 1.
     found = torch.autograd.grad(ours * 0.37, (hidden, weight))
     wanted = torch.autograd.grad(expected * 0.37, (hidden, weight))
     for a, b in zip(found, wanted, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:
+def test_retain_graph_gives_the_same_gradients_again() -> None:
     hidden, weight, targets = inputs(5, 4, 6, torch.float32)
     loss = 3 * cross_entropy_sum(hidden, weight, targets)
     first = torch.autograd.grad(loss, (hidden, weight), retain_graph=True)
@@ -42,7 +42,7 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:
         torch.autograd.grad(loss, (hidden, weight))
 
 
-def test_targets_that_are_all_ignored_give_zero() -> None:
+def test_ignored_targets_give_zero_loss_and_gradients() -> None:
     hidden, weight, targets = inputs(5, 4, 6, torch.float32)
     loss = cross_entropy_sum(hidden, weight, torch.full_like(targets, -100))
     grads = torch.autograd.grad(loss, (hidden, weight))
@@ -63,7 +63,7 @@ def test_autocast_multiplies_in_bf16_and_sums_in_fp32() -> None:
 
 
 class LargestTensor(TorchDispatchMode):
-    """Records the most elements that any operator's output has."""
+    """Records the element count of the largest operator output."""
 
     largest = 0
 
@@ -75,16 +75,16 @@ class LargestTensor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("tokens", [64, 512])
-def test_no_tensor_holds_tokens_by_vocabulary(tokens: int) -> None:
+def test_no_tensor_has_tokens_times_vocabulary_elements(tokens: int) -> None:
     vocab, width, rows = 500, 4, 16
     hidden, weight, targets = inputs(tokens, width, vocab, torch.float32)
-    with LargestTensor() as seen:
+    with LargestTensor() as mode:
         cross_entropy_sum(hidden, weight, targets, chunk_elements=rows * vocab).backward()
-    assert seen.largest == max(rows * vocab, 2 * tokens * width)
-    assert seen.largest < tokens * vocab
+    assert mode.largest == max(rows * vocab, 2 * tokens * width)
+    assert mode.largest < tokens * vocab
 
 
-def test_wrong_shapes_are_told() -> None:
+def test_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"got \(2, 3, 4\), \(7, 5\) and \(2, 3\)"):
         cross_entropy_sum(
             torch.zeros(2, 3, 4), torch.zeros(7, 5), torch.zeros(2, 3, dtype=torch.int64)

@@ -9,7 +9,7 @@ from longspan.nn import RMSNorm
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
-def test_equals_its_formula_in_the_input_s_type(dtype: torch.dtype, tolerance: float) -> None:
+def test_equals_its_formula_in_the_dtype_of_the_input(dtype: torch.dtype, tolerance: float) -> None:
     norm = RMSNorm(16)
     torch.nn.init.normal_(norm.weight)
     x = (3 * torch.randn(5, 16)).to(dtype)

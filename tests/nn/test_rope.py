@@ -1,4 +1,4 @@
-"""Rotary embedding against complex multiplication and its defining property."""
+"""RoPE against complex multiplication, and its relative-position property."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ def test_equals_complex_rotation() -> None:
     positions = torch.arange(5, 14)
     found = apply_rope(x.float(), rope_table(positions, 8, 100.0)).double()
     frequencies = 100.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
-    turn = torch.polar(torch.ones(9, 4, dtype=torch.float64), positions[:, None] * frequencies)
-    expected = torch.complex(x[..., :4], x[..., 4:]) * turn[:, None]
+    rotation = torch.polar(torch.ones(9, 4, dtype=torch.float64), positions[:, None] * frequencies)
+    expected = torch.complex(x[..., :4], x[..., 4:]) * rotation[:, None]
     torch.testing.assert_close(
         found, torch.cat([expected.real, expected.imag], -1), rtol=1e-5, atol=1e-6
     )
 
 
-def test_scores_depend_on_distance_only() -> None:
+def test_scores_depend_only_on_relative_position() -> None:
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
 
     def score(at_q: int, at_k: int) -> float:
@@ -31,11 +31,11 @@ def test_scores_depend_on_distance_only() -> None:
     assert max(abs(score(7, 3) - score(7, 7 - distance)) for distance in range(7)) > 0.1
 
 
-def test_base_suits_the_context() -> None:
+def test_theta_grows_with_the_context() -> None:
     model = Model(hidden=1024, heads=8)  # head_dim 128
     for context in (4096, 131_072, 1_048_576):
-        base = model.rope_theta_for(context)
-        slowest = context * base ** (-126 / 128)
+        theta = model.rope_theta_for(context)
+        slowest = context * theta ** (-126 / 128)
         assert slowest <= 0.25 + 1e-9
     assert 5e5 < model.rope_theta_for(131_072) < 1e6
     assert Model(rope_theta=123.0).rope_theta_for(4096) == 123.0

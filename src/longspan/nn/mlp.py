@@ -1,4 +1,4 @@
-"""The gated MLP, and how a block makes its linear layers."""
+"""The SwiGLU MLP, and the factory type for a block's linear layers."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.nn.functional import silu
 from longspan.nn.norm import RMSNorm
 
 MakeLinear = Callable[[str, int, int], nn.Module]
-"""A linear layer without a bias, from its name and its numbers of inputs and outputs."""
+"""Creates a linear layer without bias from its name, in_features and out_features."""
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)), with MAGNETO's norm before `down` where asked for."""
+    """down(silu(gate(x)) · up(x)); `sub_layer_norm` adds MAGNETO's norm before `down`."""
 
     def __init__(
         self, hidden: int, ffn: int, linear: MakeLinear, *, sub_layer_norm: bool = False

@@ -1,4 +1,4 @@
-"""In which type layers compute."""
+"""The dtype that layers compute in."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from torch import Tensor
 
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """The type autocast has products of `x` computed in, or None where it does not."""
+    """The dtype in which autocast computes matrix products of `x`, or None if it does not apply."""
     device = x.device.type
-    # The meta device has no autocast; that torch could say so, torch 2.11 does not compile.
+    # The meta device has no autocast. torch.amp.is_autocast_available would tell, but torch 2.11
+    # cannot compile it.
     if x.is_meta or x.dtype == torch.float64 or not torch.is_autocast_enabled(device):
         return None
     return torch.get_autocast_dtype(device)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: pair i of a head turns by position · base^(−2i/D)."""
+"""Rotary position embedding (RoPE): pair i of a head rotates by position · theta^(−2i/D)."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ import torch
 from torch import Tensor
 
 
-def rope_table(positions: Tensor, head_dim: int, base: float) -> Tensor:
+def rope_table(positions: Tensor, head_dim: int, theta: float) -> Tensor:
     """Cosines and sines for integer `positions` (tokens,): float32 (2, tokens, 1, head_dim / 2).
 
-    The angles are taken in float64: at a million tokens float32 is off by 0.03 radians.
+    Angles are computed in float64: at a million tokens float32 is off by 0.03 radians.
     """
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float64, device=positions.device) / head_dim
-    angles = positions.double()[:, None, None] * base**-exponent
+    angles = positions.double()[:, None, None] * theta**-exponent
     return torch.stack([angles.cos(), angles.sin()]).float()
 
 
 def apply_rope(x: Tensor, table: Tensor) -> Tensor:
-    """Turn x (batch, tokens, heads, head_dim), whose pairs are its first and second half."""
+    """Rotate x (batch, tokens, heads, head_dim); its first and second half form the pairs."""
     cos, sin = table
     a, b = x.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1).to(x.dtype)

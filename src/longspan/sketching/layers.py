@@ -1,21 +1,21 @@
-"""Linear layers that store fewer numbers than in · out: a product of two thin factors.
+"""Linear layers with fewer than in · out parameters: a product of two thin factors.
 
 `LowRankLinear` is y = x A B + b. `SKLinear` is a sum of l sketched terms of rank k,
 
     y = 1/(2l) Σᵢ (x S1ᵢ U1ᵢ + x U2ᵢ S2ᵢ) + b,
 
-where S1ᵢ (in, k) and S2ᵢ (k, out) are trained and U1ᵢ (k, out), U2ᵢ (in, k) are fixed: signs drawn
-from a seed, divided by √k. Side by side, with R = l · k and the signs as ±1, the terms are two
-products,
+where S1ᵢ (in, k) and S2ᵢ (k, out) are trained and U1ᵢ (k, out), U2ᵢ (in, k) are fixed: random signs
+(Rademacher) generated from a seed, divided by √k. Concatenated, with R = l · k and the signs as ±1,
+the terms are two matrix products,
 
     h = x [c S1 | U2],   y = h [U1 ; c S2] + b,   h: (tokens, 2R),   c = 1/(2l √k),
 
-so what a layer can express depends on R alone, and l is a scale. Stored are R (in + out) numbers;
-forward takes 2R (in + out) multiplications per token where a dense layer takes in · out, and a
-low-rank layer of equal storage R (in + out).
+so what a layer can express depends on R alone, and l is a scale. It has R (in + out) parameters;
+forward takes 2R (in + out) multiplications per token, where a dense layer takes in · out and a
+low-rank layer with as many parameters R (in + out).
 
-The factors may be split over the ranks of a mesh: S1 and U2 by input, U1 and S2 by output. Then x
-and y are a rank's own features, and of a token only h forward and its gradient backward are summed.
+Tensor parallelism shards S1 and U2 by input and U1 and S2 by output. x and y then hold the local
+features, and only h in forward and its gradient in backward are all-reduced.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Shard
-from torch.nn import functional
 
 from longspan.costs import Cost
-from longspan.nn.collectives import summed
 from longspan.nn.precision import autocast_dtype
+from longspan.sketching.signs import pack_signs, random_signs, sign_table, unpack_signs
+from longspan.torch_internals import all_reduce
 
 
 class FactoredLinear(nn.Module):
-    """What the two forms share: trained factors s1 (in, R) and s2 (R, out), and how they apply."""
+    """Base class of both layers: trained factors s1 (in, R), s2 (R, out) and the forward pass."""
 
     bits1: Tensor | None
     bits2: Tensor | None
@@ -53,26 +53,27 @@ class FactoredLinear(nn.Module):
         out_features: int,
         rank: int,
         bias: bool,
-        place: dict[str, Any],
+        factory_kwargs: dict[str, Any],
         scale: float = 1.0,
     ) -> None:
         super().__init__()
-        for name, value in (("in", in_features), ("out", out_features), ("rank", rank)):
+        sizes = {"in_features": in_features, "out_features": out_features, "rank": rank}
+        for name, value in sizes.items():
             if value < 1:
-                raise ValueError(f"expected {name} of at least 1, got {value}")
+                raise ValueError(f"expected {name} >= 1, got {value}")
         self.in_features, self.out_features, self.rank = in_features, out_features, rank
         self.scale = scale
-        self.s1 = nn.Parameter(torch.empty(in_features, rank, **place))
-        self.s2 = nn.Parameter(torch.empty(rank, out_features, **place))
+        self.s1 = nn.Parameter(torch.empty(in_features, rank, **factory_kwargs))
+        self.s2 = nn.Parameter(torch.empty(rank, out_features, **factory_kwargs))
         self.register_parameter(
-            "bias", nn.Parameter(torch.empty(out_features, **place)) if bias else None
+            "bias", nn.Parameter(torch.empty(out_features, **factory_kwargs)) if bias else None
         )
         for name in ("bits1", "bits2", "table"):
             self.register_buffer(name, None)
 
-    def _draw(self, std_for: Callable[[float], float]) -> None:
-        """Outputs as large as nn.Linear's, whose weights have variance 1/(3 in), its bias too."""
-        if self.s1.is_meta:  # where drawing nothing takes torch long
+    def _init_factors(self, std_for: Callable[[float], float]) -> None:
+        """Match the output variance of nn.Linear, whose weights have variance 1/(3 in)."""
+        if self.s1.is_meta:  # random initialisation on the meta device is slow and has no effect
             return
         with torch.no_grad():
             for s in (self.s1, self.s2):
@@ -82,10 +83,10 @@ class FactoredLinear(nn.Module):
                 self.bias.uniform_(-bound, bound)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x (..., in) to (..., out); of a split layer, this rank's features of both."""
+        """Map x (..., in) to (..., out); a sharded layer takes and returns the local features."""
         group = self.s1.device_mesh.get_group() if isinstance(self.s1, DTensor) else None
-        s1, s2 = _own(self.s1, 0), _own(self.s2, 1)
-        bias = None if self.bias is None else _own(self.bias, 0)
+        s1, s2 = _local_shard(self.s1, 0), _local_shard(self.s2, 1)
+        bias = None if self.bias is None else _local_shard(self.bias, 0)
         if x.shape[-1] != s1.shape[0]:
             raise ValueError(f"expected x (..., {s1.shape[0]}), got {tuple(x.shape)}")
         x = x.to(autocast_dtype(x) or x.dtype)
@@ -96,19 +97,18 @@ class FactoredLinear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The (out, in) weight of the nn.Linear that computes the same, with its gradient."""
+        """The (out, in) weight of the equivalent nn.Linear, differentiable."""
         fixed = self.bits1, self.bits2, self.table
         a, b = _factors(self.s1, self.s2, *fixed, self.s1.dtype)
         return (a @ b).T * self.scale
 
-    def split(self, part: int, parts: int) -> None:
-        """Keep, of what is not trained, one of `parts` parts of the features."""
-        for side in (self.in_features, self.out_features):
-            if side % parts:
-                raise ValueError(
-                    f"{parts} parts do not divide {self.in_features} inputs and "
-                    f"{self.out_features} outputs: use another number of ranks"
-                )
+    def shard(self, index: int, count: int) -> None:
+        """Keep shard `index` of `count` of the fixed factors, by features."""
+        if self.in_features % count or self.out_features % count:
+            raise ValueError(
+                f"expected in_features and out_features divisible by {count} ranks, got "
+                f"{self.in_features} and {self.out_features}"
+            )
 
     def extra_repr(self) -> str:
         return (
@@ -130,27 +130,27 @@ class LowRankLinear(FactoredLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        place = {"device": device, "dtype": dtype}
-        super().__init__(in_features, out_features, rank, bias, place)
+        factory_kwargs = {"device": device, "dtype": dtype}
+        super().__init__(in_features, out_features, rank, bias, factory_kwargs)
         self.cost = Cost.low_rank(in_features, out_features, rank)
         _warn_of_excess(self)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        self._draw(lambda dense: low_rank_std(dense, self.rank))
+        self._init_factors(lambda dense: low_rank_std(dense, self.rank))
 
 
 class SKLinear(FactoredLinear):
     """y = 1/(2l) Σᵢ (x S1ᵢ U1ᵢ + x U2ᵢ S2ᵢ) + b, of l = `num_terms` terms of rank k = `low_rank`.
 
-    s1 (in, l · k) holds the S1ᵢ side by side, s2 (l · k, out) the S2ᵢ one below the other, and so
-    do u2 and u1, as signs, of which bits2 and bits1 hold a bit each. The signs follow from `seed`,
-    are the same everywhere and do not stand in a state dict unless `store_signs`; the seed does.
-    Layers of one model should have different seeds.
+    s1 (in, l · k) concatenates the S1ᵢ by columns, s2 (l · k, out) the S2ᵢ by rows, and u2 and u1
+    the signs likewise; bits2 and bits1 hold them packed, one bit each. The signs are generated from
+    `seed` and are the same everywhere. A state dict has the seed, and the signs only with
+    `store_signs`. Give each layer of a model its own seed.
 
-    `sketch_size`, or a third argument alone, is the rank of one term. There are no second and no
-    forward-mode derivatives. Under
-    DistributedDataParallel give `broadcast_buffers=False`: every rank has the signs already.
+    `sketch_size`, or a third argument alone, is the rank of a single term. Double backward and
+    forward-mode differentiation are not supported. Under DistributedDataParallel set
+    `broadcast_buffers=False`: every rank generates the signs itself.
     """
 
     def __init__(
@@ -175,64 +175,64 @@ class SKLinear(FactoredLinear):
                 f"num_terms={num_terms}, low_rank={low_rank}, sketch_size={sketch_size}"
             )
         if num_terms < 1:
-            raise ValueError(f"expected num_terms of at least 1, got {num_terms}")
+            raise ValueError(f"expected num_terms >= 1, got {num_terms}")
         if not 0 <= seed < 1 << 63:
-            raise ValueError(f"expected a seed from 0 to 2^63 - 1, got {seed}")
+            raise ValueError(f"expected 0 <= seed < 2^63, got {seed}")
         self.num_terms, self.low_rank, self.seed = num_terms, low_rank, seed
         self._stores_signs = store_signs
-        self._part = 0, 1  # which of how many parts of the features this rank has
-        place = {"device": device, "dtype": dtype}
+        self._shard = 0, 1  # index and number of shards of the features
+        factory_kwargs = {"device": device, "dtype": dtype}
         rank, scale = num_terms * low_rank, 0.5 / num_terms / max(low_rank, 1) ** 0.5
-        super().__init__(in_features, out_features, rank, bias, place, scale)
+        super().__init__(in_features, out_features, rank, bias, factory_kwargs, scale)
         self.cost = Cost.sketched(in_features, out_features, rank)
         self.register_buffer("bits1", None, persistent=store_signs)
         self.register_buffer("bits2", None, persistent=store_signs)
         self.register_buffer("table", None, persistent=False)
-        self.draw_signs(self.s1.device)
+        self.reset_signs(self.s1.device)
         _warn_of_excess(self)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        self._draw(lambda dense: sketched_std(dense, self.num_terms))
+        self._init_factors(lambda dense: sketched_std(dense, self.num_terms))
 
-    def split(self, part: int, parts: int) -> None:
-        super().split(part, parts)
-        self._part = part, parts
-        self.draw_signs(self.s1.device)
+    def shard(self, index: int, count: int) -> None:
+        super().shard(index, count)
+        self._shard = index, count
+        self.reset_signs(self.s1.device)
 
-    def draw_signs(self, device: torch.device) -> None:
-        """Have the signs on `device`."""
-        with torch.inference_mode(mode=False):  # so that training can go on with them
-            part, parts = self._part
-            u1 = signs(f"{self.seed} u1", self.rank, self.out_features, device)
-            u2 = signs(f"{self.seed} u2", self.in_features, self.rank, device)
-            self.bits1 = packed(u1.chunk(parts, 1)[part])
-            self.bits2 = packed(u2.chunk(parts, 0)[part])
-            self.table = table_of_signs(device)
+    def reset_signs(self, device: torch.device) -> None:
+        """Generate the signs on `device`."""
+        with torch.inference_mode(mode=False):  # usable by autograd even in inference mode
+            index, count = self._shard
+            u1 = random_signs(f"{self.seed} u1", self.rank, self.out_features, device)
+            u2 = random_signs(f"{self.seed} u2", self.in_features, self.rank, device)
+            self.bits1 = pack_signs(u1.chunk(count, 1)[index])
+            self.bits2 = pack_signs(u2.chunk(count, 0)[index])
+            self.table = sign_table(device)
 
     @property
     def u1(self) -> Tensor:
-        """The signs (rank, out), or a rank's own columns of them, in 8 bits."""
-        return self._signs(self.bits1, (self.rank, self.out_features // self._part[1]))
+        """The signs (rank, out) as int8; the local columns if sharded."""
+        return self._unpack(self.bits1, (self.rank, self.out_features // self._shard[1]))
 
     @property
     def u2(self) -> Tensor:
-        """The signs (in, rank), or a rank's own rows of them, in 8 bits."""
-        return self._signs(self.bits2, (self.in_features // self._part[1], self.rank))
+        """The signs (in, rank) as int8; the local rows if sharded."""
+        return self._unpack(self.bits2, (self.in_features // self._shard[1], self.rank))
 
-    def _signs(self, bits: Tensor | None, shape: tuple[int, int]) -> Tensor:
+    def _unpack(self, bits: Tensor | None, shape: tuple[int, int]) -> Tensor:
         assert bits is not None
         assert self.table is not None
-        return unpacked(bits, shape, self.table)
+        return unpack_signs(bits, shape, self.table)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> SKLinear:
-        """Moving from the meta device, or to_empty, leaves signs that are none: draw them again."""
+        """Regenerate the signs: a move from the meta device, or to_empty, leaves them undefined."""
         assert self.bits1 is not None
-        had_none = self.bits1.is_meta
+        was_meta = self.bits1.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        if had_none or not self._stores_signs:
-            self.draw_signs(self.bits1.device)
-        self.table = table_of_signs(self.bits1.device)
+        if was_meta or not self._stores_signs:
+            self.reset_signs(self.bits1.device)
+        self.table = sign_table(self.bits1.device)
         return self
 
     def get_extra_state(self) -> Tensor:
@@ -241,13 +241,13 @@ class SKLinear(FactoredLinear):
     def set_extra_state(self, state: Tensor) -> None:
         seed, terms = state.tolist()
         if terms != self.num_terms:
-            raise ValueError(f"expected the state of {self.num_terms} terms, got {terms}")
+            raise ValueError(f"expected a state with num_terms={self.num_terms}, got {terms}")
         assert self.bits1 is not None
         device = self.s1.device if self.bits1.is_meta else self.bits1.device
         if not self._stores_signs and (seed != self.seed or self.bits1.is_meta):
             self.seed = seed
-            self.draw_signs(device)
-        self.table = table_of_signs(device)
+            self.reset_signs(device)
+        self.table = sign_table(device)
 
     def extra_repr(self) -> str:
         return f"num_terms={self.num_terms}, low_rank={self.low_rank}, {super().extra_repr()}"
@@ -260,16 +260,15 @@ def _warn_of_excess(layer: FactoredLinear) -> None:
         warnings.warn(f"{message}{layer.rank} {'; '.join(found)}", stacklevel=3)
 
 
-def _own(x: Tensor, dim: int) -> Tensor:
-    """This rank's part of a factor."""
+def _local_shard(x: Tensor, dim: int) -> Tensor:
     if not isinstance(x, DTensor):
         return x
-    assert x.placements == (Shard(dim),), f"split by features, got {x.placements}"
+    assert x.placements == (Shard(dim),), f"expected Shard({dim}), got {x.placements}"
     return x.to_local()
 
 
 def sketched_std(dense: float, terms: int) -> float:
-    """Of S1 and S2, so that the layer's outputs vary as those of dense weights of std `dense`.
+    """The std of S1 and S2 that gives the output variance of dense weights with std `dense`.
 
     R = l · k products with ±1/√k on either side, over 2l: 2 R σ² / (k · 4 l²) = dense².
     """
@@ -277,59 +276,13 @@ def sketched_std(dense: float, terms: int) -> float:
 
 
 def low_rank_std(dense: float, rank: int) -> float:
-    """Of A and B likewise: R products of two such numbers make a weight, R σ⁴ = dense²."""
+    """The same for A and B: a weight is a sum of R products, R σ⁴ = dense²."""
     return float((dense**2 / rank) ** 0.25)
 
 
 def seed_of(seed: int, name: str) -> int:
-    """A seed for what is called `name`, so that no two layers have the same signs."""
+    """Derive a seed from `seed` and a layer's name, so that no two layers share their signs."""
     return int.from_bytes(hashlib.sha256(f"{seed} {name}".encode()).digest()[:7], "big")
-
-
-def signs(key: str, rows: int, columns: int, device: torch.device) -> Tensor:
-    """(rows, columns) of ±1 in 8 bits that follow from `key` alone, on any device, for ever.
-
-    Bit j of word w is that of a hash of (w, key) [C. Wellons' "lowbias32", twice]: a checkpoint
-    holds no signs, so they may not depend on a library's stream of random numbers.
-    """
-    if device.type == "meta":
-        return torch.empty(rows, columns, dtype=torch.int8, device=device)
-    digest = hashlib.sha256(key.encode()).digest()
-    low, high = (int.from_bytes(digest[i : i + 4], "big") for i in (0, 4))
-    count = -(-rows * columns // 32)
-    words = torch.arange(count, dtype=torch.int64, device=device)
-    words = _mixed(_mixed((words + low) & 0xFFFFFFFF) ^ high)
-    bits = torch.empty(count, 32, dtype=torch.int8, device=device)
-    for j in range(32):
-        bits[:, j] = (words >> j) & 1
-    return bits.mul_(2).sub_(1).flatten()[: rows * columns].view(rows, columns)
-
-
-def packed(u: Tensor) -> Tensor:
-    """The signs `u` (rows, columns) in a bit each, eight to a byte, the first in its lowest bit."""
-    is_plus = functional.pad((u > 0).flatten(), (0, -u.numel() % 8)).view(-1, 8).to(torch.uint8)
-    return (is_plus << torch.arange(8, dtype=torch.uint8, device=u.device)).sum(1).to(torch.uint8)
-
-
-def unpacked(bits: Tensor, shape: tuple[int, ...], table: Tensor) -> Tensor:
-    """The signs of `shape` that were packed, in 8 bits."""
-    signs = table.index_select(0, bits.int()).view(torch.int8)
-    return signs[: math.prod(shape)].view(shape)
-
-
-def table_of_signs(device: torch.device) -> Tensor:
-    """The eight signs that each byte of packed ones stands for, as one number of 64 bits."""
-    with torch.inference_mode(mode=False):  # so that training can go on with it
-        numbers, places = torch.arange(256, device=device), torch.arange(8, device=device)
-        signs = ((numbers[:, None] >> places) & 1) * 2 - 1
-        return signs.to(torch.int8).view(torch.int64).flatten()
-
-
-def _mixed(x: Tensor) -> Tensor:
-    """A hash of 32-bit numbers, in 64 bits that never overflow: the factors are below 2³¹."""
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & 0xFFFFFFFF
-    x = ((x ^ (x >> 15)) * (0x846CA68B - (1 << 32))) & 0xFFFFFFFF
-    return x ^ (x >> 16)
 
 
 def _factors(
@@ -340,16 +293,16 @@ def _factors(
     table: Tensor | None,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """[S1 | U2] (in, 2R) and [U1 ; S2] (2R, out), where signs are ±1: exact in any precision."""
+    """[S1 | U2] (in, 2R) and [U1 ; S2] (2R, out); signs are ±1, so exact in any precision."""
     a, b = s1.to(dtype), s2.to(dtype)
     if bits1 is None or bits2 is None or table is None:
         return a, b
-    u1, u2 = unpacked(bits1, s2.shape, table), unpacked(bits2, s1.shape, table)
+    u1, u2 = unpack_signs(bits1, s2.shape, table), unpack_signs(bits2, s1.shape, table)
     return torch.cat([a, u2.to(dtype)], dim=1), torch.cat([u1.to(dtype), b])
 
 
 def _scaled(scale: float, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """scale · a b + bias; 16 bits may not hold the product before it is scaled, the sum does."""
+    """scale · a b + bias, scaled inside the matrix product: 16 bits may overflow before scaling."""
     if bias is not None:
         return torch.addmm(bias, a, b, alpha=scale)
     if scale == 1:
@@ -358,10 +311,10 @@ def _scaled(scale: float, a: Tensor, b: Tensor, bias: Tensor | None = None) -> T
 
 
 class _Factored(torch.autograd.Function):
-    """x to c x A B + b, without gradients of the fixed parts of A and B; c is the scale.
+    """x to c x A B + b, with gradients only for the trained parts of A and B; c is the scale.
 
-    A and B are put together again for the backward pass instead of kept: of a sharded layer the
-    whole factors would else stay from forward to backward.
+    The backward pass concatenates A and B again instead of saving them: under FSDP, saved tensors
+    would hold the gathered factors from forward to backward.
     """
 
     @staticmethod
@@ -381,9 +334,9 @@ class _Factored(torch.autograd.Function):
         rows = x.flatten(0, -2) if x.dim() > 1 else x[None]
         h = rows @ a
         if group is not None:
-            h = summed(h, group)
+            h = all_reduce(h, group)
         y = _scaled(scale, h, b, None if bias is None else bias.to(x.dtype))
-        h2 = h if bits1 is None else h[:, -s2.shape[0] :].contiguous()  # half is not needed again
+        h2 = h if bits1 is None else h[:, -s2.shape[0] :].contiguous()  # all backward needs
         ctx.save_for_backward(rows, h2, s1, s2, bits1, bits2, table)
         ctx.scale, ctx.group, ctx.shape = scale, group, x.shape
         ctx.bias_dtype = None if bias is None else bias.dtype
@@ -393,20 +346,20 @@ class _Factored(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, h2, s1, s2, bits1, bits2, table = ctx.saved_tensors
-        wants_x, wants_s1, wants_s2, wants_bias = ctx.needs_input_grad[:4]
+        needs_x, needs_s1, needs_s2, needs_bias = ctx.needs_input_grad[:4]
         a, b = _factors(s1, s2, bits1, bits2, table, rows.dtype)
         dy = grad.reshape(-1, grad.shape[-1])
         dx = ds1 = ds2 = dbias = None
-        if wants_x or wants_s1:
+        if needs_x or needs_s1:
             g = dy @ b.T
             if ctx.group is not None:
-                g = summed(g, ctx.group)
-            if wants_x:
+                g = all_reduce(g, ctx.group)
+            if needs_x:
                 dx = _scaled(ctx.scale, g, a.T).view(ctx.shape)
-            if wants_s1:
+            if needs_s1:
                 ds1 = _scaled(ctx.scale, rows.T, g[:, : s1.shape[1]]).to(s1.dtype)
-        if wants_s2:
+        if needs_s2:
             ds2 = _scaled(ctx.scale, h2.T, dy).to(s2.dtype)
-        if wants_bias:
+        if needs_bias:
             dbias = dy.sum(0).to(ctx.bias_dtype)
         return dx, ds1, ds2, dbias, None, None, None, None, None
