@@ -1,11 +1,11 @@
-"""`longspan generate`: continue a prompt with a trained run."""
+"""`longspan generate`: continue a prompt with a trained model."""
 
 from __future__ import annotations
 
 import math
 from pathlib import Path
 
-from longspan.data.tokenizer import tokenizer_beside
+from longspan.data.tokenizer import load_tokenizer
 from longspan.device import autocast
 from longspan.errors import UserError
 from longspan.models.generation import complete
@@ -15,19 +15,21 @@ from longspan.trained import load_trained
 def complete_from_run(
     run_dir: Path, prompt: str, *, count: int, temperature: float, top_p: float, seed: int
 ) -> str:
-    """`complete` with the newest checkpoint of a run's folder."""
+    """Run `complete` with the newest checkpoint of a run folder."""
     if count < 0 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise UserError(
-            "expected --tokens and --temperature of at least 0 and --top-p in (0, 1], got "
+            "expected --tokens >= 0, --temperature >= 0 and --top-p in (0, 1], got "
             f"{count}, {temperature} and {top_p}"
         )
     if not 0 <= seed < 1 << 63:
-        raise UserError(f"--seed must be at least 0 and below 2^63, got {seed}")
+        raise UserError(f"expected 0 <= --seed < 2^63, got {seed}")
     run, model, _ = load_trained(run_dir)
     if run.data.source == "recall":
-        raise UserError(f"{run_dir} was trained on {run.data.source!r}, which is not text")
-    tokenizer = tokenizer_beside(run_dir)
-    with autocast(run):
+        raise UserError(
+            f"{run_dir} was trained with data.source = {run.data.source!r}, not on text"
+        )
+    tokenizer = load_tokenizer(run_dir)
+    with autocast(run.train):
         return complete(
             model, tokenizer, prompt, device=model.embedding.weight.device, count=count,
             context=run.data.context, temperature=temperature, top_p=top_p, seed=seed,

@@ -1,4 +1,4 @@
-"""A run's model at its newest checkpoint."""
+"""Load a run's model from its newest checkpoint."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from longspan.runfile import ONE_PROCESS, load_run, saved_run_file
 
 
 def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
-    """The run file, the model at its newest checkpoint, and that checkpoint's step."""
+    """Load the run file and the model of the newest checkpoint, and return them with its step."""
     overrides = ["train.device=auto", "train.precision=auto", *ONE_PROCESS]
     run = load_run(saved_run_file(run_dir), overrides)
     device = choose_device(run)
     run = resolve(run, device)
     path = latest(run_dir / CHECKPOINTS)
     if path is None:
-        raise UserError(f"{run_dir} holds no checkpoint yet")
+        raise UserError(f"{run_dir} has no checkpoint")
     saved = open_checkpoint(path)
     saved.check(saved.files_of("model"))
     model = build_decoder(run, device)
-    check_shapes(parameter_shapes(run), saved)
+    check_shapes(parameter_shapes(model), saved)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(saved.read(f"model/{name}"))

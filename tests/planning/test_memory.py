@@ -1,20 +1,20 @@
-"""Memory of model and optimizer: the plan against what ranks hold."""
+"""Planned memory of model and optimizer against what ranks allocate."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from longspan.parallel.placement import placement
+from longspan.training.memory import usage
 
 from longspan.config import Run
 from longspan.data import open_source
 from longspan.engines import Native
-from longspan.parallel.placement import placement
 from longspan.parallel.world import World
-from longspan.planning import states_of
+from longspan.planning import memory_per_rank
 from longspan.runfile import load_run
 from longspan.training.guard import Guard
 from longspan.training.loop import train_step
-from longspan.training.memory import usage
 from longspan.training.state import State
 from tests.harness import Ranks
 
@@ -39,8 +39,8 @@ def run_of(world: int, options: list[str]) -> Run:
     return load_run(None, [*OPTIONS, *options], world=world)
 
 
-def held_by(rank: int, world: int, options: list[str]) -> tuple[int, int, int, int]:
-    """Bytes of parameters, gradients, moments and signs, as the second optimizer step begins."""
+def allocated_by(rank: int, world: int, options: list[str]) -> tuple[int, int, int, int]:
+    """Bytes of parameters, gradients, Adam moments and signs before the second optimizer step."""
     run, device = run_of(world, options), torch.device("cpu")
     source = open_source(run.data, run.model)
     found: list[dict[str, int]] = []
@@ -58,9 +58,9 @@ def held_by(rank: int, world: int, options: list[str]) -> tuple[int, int, int, i
         placed.clip_gradients = measure  # type: ignore[method-assign]
         train_step(state, placed, run, source, device)
         signs = sum(x.nbytes for x in engine.model.buffers())
-    (held,) = found
-    steps = 4 * len(engine.optimizer.state)  # each parameter has its count of steps
-    return held["parameters"], held["gradients"], held["optimizer state"] - steps, signs
+    (used,) = found
+    steps = 4 * len(engine.optimizer.state)  # one step counter per parameter
+    return used["parameters"], used["gradients"], used["optimizer state"] - steps, signs
 
 
 @pytest.mark.parametrize(
@@ -80,37 +80,40 @@ def held_by(rank: int, world: int, options: list[str]) -> tuple[int, int, int, i
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:SKLinear .* computes")
-def test_a_rank_holds_what_is_planned(ranks: Ranks, world: int, options: list[str]) -> None:
+def test_ranks_allocate_what_is_planned(ranks: Ranks, world: int, options: list[str]) -> None:
     run = run_of(world, options)
-    stages = states_of(run, world)
+    stages = memory_per_rank(run, world)
     planned = [(s.parameters, s.gradients, s.optimizer, s.signs) for s in stages]
-    measured = ranks.run(held_by, world, options)
-    others = world // len(stages)
-    assert measured[::others] == planned  # the first of each stage, which has the largest share
-    for rank, held in enumerate(measured):
-        assert all(x <= y for x, y in zip(held, planned[rank // others], strict=True))
+    measured = ranks.run(allocated_by, world, options)
+    per_stage = world // len(stages)
+    assert measured[::per_stage] == planned  # the first rank of a stage has the largest shard
+    for rank, used in enumerate(measured):
+        assert all(x <= y for x, y in zip(used, planned[rank // per_stage], strict=True))
 
 
-def test_a_world_of_thousands_is_planned_at_once() -> None:
+def test_thousands_of_ranks_can_be_planned() -> None:
     options = ["model.preset=13b", "layout.tensor=8", "layout.pipeline=4", "layout.sequence=4"]
     run = load_run(None, [*options, "train.global_batch=128", "data.context=65536"], world=4096)
-    dense = states_of(run, 4096)
+    dense = memory_per_rank(run, 4096)
     assert len(dense) == 4
-    alone = load_run(None, ["model.preset=13b", "data.context=65536"])
-    (whole,) = states_of(alone, 1)
-    parts = 8 * 32 * 4  # of each stage: by tensor, shard and sequence
-    ratio = parts * sum(s.parameters for s in dense) / whole.parameters
-    assert 1 <= ratio < 1.04  # the first rank's share is rounded up: 14 of 1,728 rows, not 13.5
+    one = load_run(None, ["model.preset=13b", "data.context=65536"])
+    (unsharded,) = memory_per_rank(one, 1)
+    shards = 8 * 32 * 4  # per stage: tensor, shard and sequence
+    ratio = shards * sum(s.parameters for s in dense) / unsharded.parameters
+    assert 1 <= ratio < 1.04  # the first shard is rounded up: 14 of 1,728 rows, not 13.5
 
 
-def test_offloaded_states_are_not_on_the_device() -> None:
-    here, away = (states_of(run_of(2, x), 2)[0] for x in ([], ["layout.offload=true"]))
-    assert away.on_device == here.on_device - away.offloaded == here.passing
-    assert away.offloaded == here.parameters + here.gradients + here.optimizer
+def test_offloaded_memory_is_not_on_the_device() -> None:
+    resident, offloaded = (
+        memory_per_rank(run_of(2, x), 2)[0] for x in ([], ["layout.offload=true"])
+    )
+    assert offloaded.on_device == resident.on_device - offloaded.offloaded == resident.transient
+    assert offloaded.offloaded == sum((resident.parameters, resident.gradients, resident.optimizer))
 
 
-def test_stage_1_adds_up_whole_gradients() -> None:
+def test_zero_1_accumulates_unsharded_gradients() -> None:
     several, one = (
-        states_of(run_of(2, ["layout.zero=1", f"train.global_batch={n}"]), 2)[0] for n in (4, 2)
+        memory_per_rank(run_of(2, ["layout.zero=1", f"train.global_batch={n}"]), 2)[0]
+        for n in (4, 2)
     )
     assert several.gradients == pytest.approx(2 * one.gradients, rel=0.01)

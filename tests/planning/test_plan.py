@@ -1,4 +1,4 @@
-"""`longspan plan`: what it prints, and what it refuses."""
+"""`longspan plan`: its output, and what it refuses."""
 
 from __future__ import annotations
 
@@ -24,18 +24,20 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, An
     return found
 
 
-def test_the_form_of_a_run_is_one_of_those_compared(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_run_itself_is_among_the_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["model.linear=sketched", "model.sketch.keep=0.25", "--gpus", "4"]
     found = planned(capsys, *options, "train.micro_batch=1")
-    (form,) = [f for f in found["forms"] if (f["linear"], f["share"]) == ("sketched", "1/4")]
+    (same,) = [
+        x for x in found["alternatives"] if (x["linear"], x["fraction"]) == ("sketched", "1/4")
+    ]
     (stage,) = found["stages"]
-    assert form["parameters"] == found["parameters"]
-    assert form["device_bytes"] == stage["on_device"]
-    assert form["flops_per_token"] == found["matrix_flops"] + found["attention_flops"]
+    assert same["parameters"] == found["parameters"]
+    assert same["device_bytes"] == stage["on_device"]
+    assert same["flops_per_token"] == found["matmul_flops"] + found["attention_flops"]
     assert found["precision"] == "bf16"
 
 
-def test_there_is_a_column_for_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_pipeline_stage_has_a_column(capsys: pytest.CaptureFixture[str]) -> None:
     pipeline = ["layout.pipeline=2", "train.micro_batch=1"]
     assert main(["plan", *SMALL, *pipeline]) == 0
     text = capsys.readouterr().out
@@ -43,8 +45,8 @@ def test_there_is_a_column_for_each_stage(capsys: pytest.CaptureFixture[str]) ->
     assert "2 processes" in text
     found = planned(capsys, *pipeline)
     assert len(found["stages"]) == 2
-    held = sum(stage["parameters"] for stage in found["stages"])
-    assert held == 4 * (found["parameters"] + 256 * 64)  # the tied embedding is on both
+    total = sum(stage["parameters"] for stage in found["stages"])
+    assert total == 4 * (found["parameters"] + 256 * 64)  # both stages have the tied embedding
 
 
 @pytest.mark.parametrize(
@@ -57,7 +59,7 @@ def test_there_is_a_column_for_each_stage(capsys: pytest.CaptureFixture[str]) ->
     ],
     ids=["none", "batch", "engine", "layout"],
 )
-def test_wrong_input_is_refused(
+def test_invalid_input_is_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     options = [*SMALL, "train.micro_batch=1", "train.compile=false"]

@@ -1,1 +1,1 @@
-"""Weights in the formats of other libraries."""
+"""Export and import of weights in the formats of other libraries."""

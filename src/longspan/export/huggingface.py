@@ -1,8 +1,8 @@
-"""Weights to and from a folder that Hugging Face's transformers reads: a Llama.
+"""Export to and import from the Hugging Face Llama format (safetensors and config.json).
 
-Our decoder with dense attention is that model: RMSNorm, rotary halves, a gated SiLU MLP, grouped
-key heads. With another attention the weights still have its shape, and `config.json` says under
-"longspan" what they were trained with; transformers knows nothing of it and attends densely.
+The decoder with dense attention is a Llama: RMSNorm, RoPE on half-splits, SwiGLU and grouped-query
+attention. With another attention pattern the weights have the same shapes. `config.json` records
+the pattern under "longspan", but transformers computes dense attention.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from torch import Tensor
 
 from longspan.checkpoint import (
     CHECKPOINTS,
-    Box,
     Checkpoint,
+    Region,
     check_shapes,
-    folder_of,
+    checkpoint_path,
     latest,
     open_checkpoint,
 )
 from longspan.config import Run
 from longspan.data.tokenizer import TOKENIZER
 from longspan.errors import UserError
-from longspan.files import new_folder
+from longspan.files import atomic_folder
 from longspan.models import new_decoder, parameter_shapes
 from longspan.runfile import load_run, saved_run_file
 from longspan.sketching import to_dense
 
-FILE_BYTES = 5 << 30
-"""Of one file of weights; more are split."""
+MAX_SHARD_BYTES = 5 << 30
+"""Larger models are split into several safetensors files."""
 INDEX = "model.safetensors.index.json"
 
-PLACES = {
+HF_MODULES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
     "head": "lm_head",
@@ -56,17 +56,17 @@ PLACES = {
 }
 
 
-def their_name(name: str) -> str:
-    """blocks.3.mlp.up.weight is model.layers.3.mlp.up_proj.weight."""
+def hf_name(name: str) -> str:
+    """Translate a name: blocks.3.mlp.up.weight is model.layers.3.mlp.up_proj.weight."""
     match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.weight", name)
     assert match is not None, name
-    layer, place = match.groups()
+    layer, module = match.groups()
     prefix = "" if layer is None else f"model.layers.{layer}."
-    return f"{prefix}{PLACES[place]}.weight"
+    return f"{prefix}{HF_MODULES[module]}.weight"
 
 
-def their_config(run: Run) -> dict[str, Any]:
-    """config.json of a LlamaForCausalLM."""
+def hf_config(run: Run) -> dict[str, Any]:
+    """The config.json of a LlamaForCausalLM."""
     model = run.model
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -93,36 +93,38 @@ def their_config(run: Run) -> dict[str, Any]:
 
 
 def export(run_dir: Path, out: Path, *, step: int | None = None) -> str:
-    """Write a run's weights, of its newest checkpoint or that of `step`; what there is to say."""
+    """Export the newest checkpoint of a run, or that of `step`; return a summary."""
     run = load_run(saved_run_file(run_dir), world=None)
     if run.model.sub_layer_norm:
-        raise UserError("a Llama has no place for the norms of model.sub_layer_norm")
+        raise UserError("model.sub_layer_norm = true cannot be exported: Llama has no such norms")
     folder = run_dir / CHECKPOINTS
-    path = latest(folder) if step is None else folder_of(folder, step)
+    path = latest(folder) if step is None else checkpoint_path(folder, step)
     if path is None or not path.is_dir():
-        raise UserError(f"{run_dir} holds no checkpoint" + (f" of step {step}" if step else ""))
+        raise UserError(f"{run_dir} has no checkpoint" + (f" of step {step}" if step else ""))
     if out.exists():
-        raise UserError(f"{out} is there already: choose another folder")
+        raise UserError(f"{out} already exists: choose another folder")
     saved = open_checkpoint(path)
     saved.check(saved.files_of("model"))
-    with new_folder(out) as draft:
-        _write(draft, _dense_tensors(run, saved))
-        (draft / "config.json").write_text(json.dumps(their_config(run), indent=1) + "\n")
+    with atomic_folder(out) as draft:
+        _write_shards(draft, _dense_tensors(run, saved))
+        (draft / "config.json").write_text(json.dumps(hf_config(run), indent=1) + "\n")
         if (run_dir / TOKENIZER).exists():
             shutil.copy(run_dir / TOKENIZER, draft / TOKENIZER)
     kind = run.attention.kind
-    warning = f"; transformers will attend densely, the run is {kind}" if kind != "dense" else ""
+    warning = ""
+    if kind != "dense":
+        warning = f"; the run has {kind} attention, but transformers will compute dense attention"
     if run.model.linear != "dense":
-        warning += f"; its {run.model.linear} layers became the dense ones that compute the same"
-    return f"step {saved.step} of {run_dir} to {out}{warning}"
+        warning += f"; {run.model.linear} layers were exported as the equivalent dense layers"
+    return f"exported step {saved.step} of {run_dir} to {out}{warning}"
 
 
 def _dense_tensors(run: Run, saved: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """A checkpoint's weights by name, those of factored layers multiplied out."""
+    """The weights of a checkpoint by name; factored layers are multiplied out."""
     if run.model.linear == "dense":
         yield from ((name, saved.read(f"model/{name}")) for name in saved.shapes("model"))
         return
-    check_shapes(parameter_shapes(run), saved)
+    check_shapes(parameter_shapes(new_decoder(run)), saved)
     model = new_decoder(run).to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -131,72 +133,70 @@ def _dense_tensors(run: Run, saved: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
 
-def _write(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
-    """In files of at most FILE_BYTES, with an index where they are several."""
-    parts: list[dict[str, Tensor]] = [{}]
-    where: dict[str, int] = {}
-    size = total = 0
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Write safetensors files of at most MAX_SHARD_BYTES, with an index if there are several."""
+    shard: dict[str, Tensor] = {}
+    shard_of: dict[str, int] = {}
+    count, size, total = 1, 0, 0
     for name, x in tensors:
-        if size and size + x.nbytes > FILE_BYTES:
-            _write_part(folder, len(parts), parts[-1])
-            parts[-1].clear()
-            parts.append({})
-            size = 0
-        parts[-1][their_name(name)] = x
-        where[their_name(name)] = len(parts)
+        if size and size + x.nbytes > MAX_SHARD_BYTES:
+            _write_shard(folder, count, shard)
+            shard, size, count = {}, 0, count + 1
+        shard[hf_name(name)] = x
+        shard_of[hf_name(name)] = count
         size, total = size + x.nbytes, total + x.nbytes
-    _write_part(folder, len(parts), parts[-1])
-    names = {n: f"model-{n:05d}-of-{len(parts):05d}.safetensors" for n in range(1, len(parts) + 1)}
-    if len(parts) == 1:
+    _write_shard(folder, count, shard)
+    names = {n: f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)}
+    if count == 1:
         names = {1: "model.safetensors"}
     for n, name in names.items():
-        (folder / f"part-{n}").rename(folder / name)
-    if len(parts) > 1:
+        (folder / f"shard-{n}").rename(folder / name)
+    if count > 1:
         index = {
             "metadata": {"total_size": total},
-            "weight_map": {k: names[n] for k, n in where.items()},
+            "weight_map": {key: names[n] for key, n in shard_of.items()},
         }
         (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
-def _write_part(folder: Path, number: int, tensors: dict[str, Tensor]) -> None:
-    save_file(tensors, folder / f"part-{number}", metadata={"format": "pt"})
+def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> None:
+    save_file(tensors, folder / f"shard-{number}", metadata={"format": "pt"})
 
 
-def reader_of(folder: Path, run: Run) -> Callable[[str, Box], Tensor]:
-    """What reads the weights of a Hugging Face Llama, by our names."""
+def weight_reader(folder: Path, run: Run) -> Callable[[str, Region], Tensor]:
+    """A function that reads regions of a Hugging Face Llama's weights, by our names."""
     files = _files(folder)
-    shapes = parameter_shapes(run)
+    shapes = parameter_shapes(new_decoder(run))
     opened: dict[Path, Any] = {}
 
-    def read(name: str, box: Box) -> Tensor:
-        theirs = their_name(name)
-        file = files.get(theirs, files.get(""))
+    def read(name: str, region: Region) -> Tensor:
+        key = hf_name(name)
+        file = files.get(key, files.get(""))
         if file is None:
-            raise UserError(f"{folder} names no file for {theirs}")
+            raise UserError(f"{folder / INDEX} has no file for {key}")
         try:
             if file not in opened:
                 opened[file] = safe_open(file, "pt")
-            held = opened[file].get_slice(theirs)
-            found = tuple(held.get_shape())
+            stored = opened[file].get_slice(key)
+            found = tuple(stored.get_shape())
             if found != shapes[name]:
-                raise ValueError(f"{theirs} has the shape {found}, the run's {shapes[name]}")
-            values: Tensor = held[box.slices_of(Box.whole(found))]
+                raise ValueError(f"expected {key} of shape {shapes[name]}, got {found}")
+            values: Tensor = stored[region.slices_within(Region.full(found))]
         except (OSError, ValueError, SafetensorError) as error:
-            raise UserError(f"cannot begin with {folder}: {error}") from error
+            raise UserError(f"cannot initialise from {folder}: {error}") from error
         return values
 
     return read
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """The file of each tensor, or under "" the one of all."""
+    """Map tensor names to files; "" maps to the only file if there is no index."""
     if not (folder / INDEX).exists():
         return {"": folder / "model.safetensors"}
     try:
         names = json.loads((folder / INDEX).read_text())["weight_map"]
         if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names.values()):
-            raise ValueError("it names files outside the folder")
+            raise ValueError("it refers to files outside the folder")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"cannot use {folder / INDEX}: {error}") from error
     return {tensor: folder / name for tensor, name in names.items()}

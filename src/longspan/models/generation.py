@@ -1,4 +1,4 @@
-"""Sampling from a decoder."""
+"""Text generation with a KV cache: greedy, temperature and nucleus (top-p) sampling."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from longspan.attention import KVCache
 from longspan.data.tokenizer import Tokenizer
 from longspan.errors import UserError
 
-COLD = 1e-6
-"""Below this temperature the best token is taken: dividing by it would overflow."""
+GREEDY_BELOW = 1e-6
+"""Below this temperature decoding is greedy: dividing by it would overflow."""
 
 
 class Predictor(Protocol):
-    """A decoder, or one whose layers lie on several ranks."""
+    """A decoder, possibly split over ranks."""
 
     def new_caches(self) -> list[KVCache]: ...
 
@@ -36,39 +36,40 @@ def complete(
     top_p: float = 0.95,
     seed: int = 0,
 ) -> str:
-    """The prompt and up to `count` tokens after it, ending early where the document ends.
+    """The prompt and up to `count` generated tokens; stops early at the end-of-sequence token.
 
-    Keys and values are cached. A text that outgrows `context` goes on from its last half.
+    Beyond `context` tokens, the KV cache is rebuilt from the last half of the context.
     """
     tokens = encode_prompt(tokenizer, prompt)
-    stream = torch.Generator().manual_seed(seed)
-    caches, unseen = model.new_caches(), tokens[-context:]
-    with torch.compiler.set_stance("force_eager"):  # the blocks may be compiled for training
+    rng = torch.Generator().manual_seed(seed)
+    caches, pending = model.new_caches(), tokens[-context:]
+    with torch.compiler.set_stance("force_eager"):  # blocks may be compiled for the training shapes
         for _ in range(count):
-            if caches[0].length + len(unseen) > context:
-                caches, unseen = model.new_caches(), tokens[-max(1, context // 2) :]
-            logits = model.next_logits(torch.tensor([unseen], device=device), caches)
-            token = pick(logits[0].float().cpu()[: tokenizer.vocab], temperature, top_p, stream)
-            if token == tokenizer.end:
+            if caches[0].length + len(pending) > context:
+                caches, pending = model.new_caches(), tokens[-max(1, context // 2) :]
+            logits = model.next_logits(torch.tensor([pending], device=device), caches)
+            logits = logits[0].float().cpu()[: tokenizer.vocab]
+            token = sample_token(logits, temperature, top_p, rng)
+            if token == tokenizer.eos:
                 break
             tokens.append(token)
-            unseen = [token]
+            pending = [token]
     return tokenizer.decode(tokens)
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """The prompt's tokens, of which there must be one at least."""
+    """Tokenize the prompt, which must give at least one token."""
     tokens = tokenizer.encode(prompt)
     if not tokens:
-        raise UserError(f"the prompt {prompt!r} has no token in the tokenizer {tokenizer.name}")
+        raise UserError(f"the tokenizer {tokenizer.name} gives no token for the prompt {prompt!r}")
     return tokens
 
 
-def pick(logits: Tensor, temperature: float, top_p: float, stream: torch.Generator) -> int:
-    """A token from logits (vocab,): the best where it is cold, else drawn from the nucleus."""
-    if temperature < COLD:
+def sample_token(logits: Tensor, temperature: float, top_p: float, rng: torch.Generator) -> int:
+    """Sample a token from logits (vocab,), with temperature and top-p; greedy at temperature 0."""
+    if temperature < GREEDY_BELOW:
         return int(logits.argmax())
     probabilities, order = (logits / temperature).softmax(-1).sort(descending=True)
     before = probabilities.cumsum(-1) - probabilities
-    probabilities = probabilities.where(before < top_p, 0.0)  # the first is always kept
-    return int(order[torch.multinomial(probabilities, 1, generator=stream)])
+    probabilities = probabilities.where(before < top_p, 0.0)  # the most probable token always stays
+    return int(order[torch.multinomial(probabilities, 1, generator=rng)])

@@ -1,6 +1,6 @@
-"""What a run takes, before it runs."""
+"""Planning: parameters, FLOPs and memory of a run, before it runs."""
 
-from longspan.planning.memory import States, states_of
-from longspan.planning.plan import Form, Plan, plan
+from longspan.planning.memory import DeviceMemory, memory_per_rank
+from longspan.planning.plan import Alternative, Plan, plan
 
-__all__ = ["Form", "Plan", "States", "plan", "states_of"]
+__all__ = ["Alternative", "DeviceMemory", "Plan", "memory_per_rank", "plan"]

@@ -1,8 +1,8 @@
-"""What a rank's model and optimizer take in memory, whatever the samples are.
+"""Memory of model and optimizer on each rank, without activations.
 
-What can be counted is counted: the run's own model is laid out on the meta device, by the code that
-lays it out for training, in a world of processes that are not there (torch's "fake" backend). Added
-to the numbers so found is how many bytes each has, and which of them a step holds whole.
+Parameters are counted, not estimated: the training code parallelizes the run's model on the meta
+device, as one rank of a world without processes (torch's "fake" backend). Bytes per element, and
+the transient buffers of a step, are then added by formula.
 """
 
 from __future__ import annotations
@@ -15,176 +15,176 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from longspan.config import Run
 from longspan.models import new_decoder
 from longspan.parallel.placement import Placement, local, parameter_mesh
 from longspan.parallel.world import World
 from longspan.sketching import SKLinear
+from longspan.torch_internals import fake_store
 
-WORD = 4
-"""Bytes of a parameter, of its gradient and of each of its two moments."""
-TABLES = 3
-"""Matrices as large as the head at the end of the backward pass: its gradient, which is there since
-its forward pass, the lookup's or that of earlier micro-batches, and what comes of the two."""
-FEWEST_IN_8_BITS, PER_SCALE = 4096, 256
-"""Of torchao's 8-bit moments: smaller tensors stay in 32 bits, and so many share a scale."""
+FP32_BYTES = 4
+"""Bytes per element of parameters, gradients and each of the two Adam moments."""
+HEAD_BUFFERS = 3
+"""Buffers as large as the head at the end of the backward pass: the head's gradient, which the
+chunked loss computes in forward; that of the embedding or of earlier micro-batches; their sum."""
+MIN_8BIT_ELEMENTS, QUANT_BLOCK = 4096, 256
+"""torchao's 8-bit Adam keeps smaller tensors in float32, and has one scale per block."""
 
 
 @dataclass(frozen=True)
-class States:
-    """Bytes on a rank, at the moment of the backward pass at which they are most."""
+class DeviceMemory:
+    """Bytes on one rank at the peak of the backward pass."""
 
     parameters: int
-    """This rank's own."""
+    """The local shard."""
     gradients: int
     optimizer: int
-    passing: int
-    """Parameters of other ranks while they are needed, and gradients on their way."""
-    copies: int
-    """16-bit copies of weights, which autocast keeps where they are not sharded."""
+    transient: int
+    """Peak workspace: gathered parameters, and gradients before they are reduced."""
+    autocast_copies: int
+    """16-bit copies of weights that autocast caches if they are not sharded."""
     signs: int
-    """Of sketched layers, a bit each; no axis but `tensor` and `pipeline` splits them."""
+    """Signs of sketched layers, one bit each; only `tensor` and `pipeline` shard them."""
     offloaded: int = 0
-    """Bytes of these that wait in the CPU's memory."""
+    """The part of these bytes that is offloaded to CPU."""
 
     @property
     def on_device(self) -> int:
-        held = self.parameters + self.gradients + self.optimizer
-        return held + self.passing + self.copies + self.signs - self.offloaded
+        states = self.parameters + self.gradients + self.optimizer
+        return states + self.transient + self.autocast_copies + self.signs - self.offloaded
 
 
-def states_of(run: Run, world: int) -> list[States]:
-    """Of each rank of the pipeline axis, where `world` processes train `run` with PyTorch itself.
+def memory_per_rank(run: Run, world: int) -> list[DeviceMemory]:
+    """Memory of each rank of the pipeline axis when `world` processes train `run` natively.
 
-    The ranks beside it on other axes have as much. `run.train.precision` is taken as it stands.
+    Ranks that differ only on other axes use the same. `run.train.precision` must be resolved.
     """
     stages = run.layout.resolve(world)["pipeline"]
-    return [_states(run, world, stage * world // stages) for stage in range(stages)]
+    return [_memory(run, world, stage * world // stages) for stage in range(stages)]
 
 
 @dataclass
-class _Numbers:
-    """How many numbers a rank has of parameters, and how many these are when gathered."""
+class _ElementCounts:
+    """Parameter elements on a rank: of its shards, and of the gathered parameters."""
 
-    own: list[int] = field(default_factory=list)
-    cast: int = 0
-    """Of the blocks' dense layers, which autocast has a copy of."""
-    table: int = 0
-    """Of the head, or of the embedding where that is the head."""
-    outside: int = 0
+    local: list[int] = field(default_factory=list)
+    autocast: int = 0
+    """Dense layers of the blocks, which autocast copies."""
+    head: int = 0
+    """The head, or the tied embedding."""
+    outside_blocks: int = 0
     blocks: dict[str, int] = field(default_factory=dict)
 
     def add(self, name: str, parameter: Tensor) -> None:
         gathered = _gathered(parameter)
-        self.own.append(local(parameter).numel())
+        self.local.append(local(parameter).numel())
         if name.startswith("blocks."):
             is_weight = parameter.dim() > 1 and name.endswith(".weight")
-            self.cast += gathered if is_weight else 0
+            self.autocast += gathered if is_weight else 0
             block = name.split(".")[1]
             self.blocks[block] = self.blocks.get(block, 0) + gathered
         else:
-            self.outside += gathered
-            self.table = max(self.table, gathered)
+            self.outside_blocks += gathered
+            self.head = max(self.head, gathered)
 
     @property
-    def whole(self) -> int:
-        return self.outside + sum(self.blocks.values())
+    def gathered(self) -> int:
+        return self.outside_blocks + sum(self.blocks.values())
 
 
-def _states(run: Run, world: int, rank: int) -> States:
-    model, numbers = new_decoder(run), _Numbers()
-    with _stand_in(run, world, rank) as placed:
+def _memory(run: Run, world: int, rank: int) -> DeviceMemory:
+    model, counts = new_decoder(run), _ElementCounts()
+    with _fake_rank(run, world, rank) as placed:
         placed.arrange(model, run)
         for name, parameter in placed.named_parameters(model):
-            numbers.add(name, parameter)
-    moments = sum(_moment_bytes(n, run.train.optimizer) for n in numbers.own)
-    own = WORD * sum(numbers.own)
-    passing = _passing_sharded if placed.is_sharded else _passing_unsharded
+            counts.add(name, parameter)
+    moments = sum(_moment_bytes(n, run.train.optimizer) for n in counts.local)
+    parameters = FP32_BYTES * sum(counts.local)
+    transient = _transient_sharded if placed.is_sharded else _transient_unsharded
+    has_copies = not placed.is_sharded and _compute_bytes(run) < FP32_BYTES
     signs = (x for m in model.modules() if isinstance(m, SKLinear) for x in m.buffers())
-    return States(
-        parameters=own,
-        gradients=WORD * _gradients(run, placed, numbers),
+    return DeviceMemory(
+        parameters=parameters,
+        gradients=FP32_BYTES * _gradients(run, placed, counts),
         optimizer=moments,
-        passing=passing(run, placed, numbers),
-        copies=0 if placed.is_sharded or _width(run) == WORD else _width(run) * numbers.cast,
+        transient=transient(run, placed, counts),
+        autocast_copies=_compute_bytes(run) * counts.autocast if has_copies else 0,
         signs=sum(x.nbytes for x in signs),
-        offloaded=2 * own + moments if run.layout.offload else 0,
+        offloaded=2 * parameters + moments if run.layout.offload else 0,
     )
 
 
-def _width(run: Run) -> int:
-    """Bytes of a number in the run's precision."""
-    return 2 if run.train.precision in ("bf16", "fp16") else WORD
+def _compute_bytes(run: Run) -> int:
+    """Bytes per element in the run's precision."""
+    return 2 if run.train.precision in ("bf16", "fp16") else FP32_BYTES
 
 
-def _has_several(run: Run, placed: Placement) -> bool:
-    """Whether a step adds up gradients of several micro-batches."""
+def _accumulates(run: Run, placed: Placement) -> bool:
+    """Whether a step accumulates gradients over several micro-batches."""
     return run.train.global_batch > run.train.micro_batch * placed.data_ranks
 
 
-def _gradients(run: Run, placed: Placement, numbers: _Numbers) -> int:
-    """Numbers of gradients that are added up: a rank's own, or whole ones shared once a step."""
-    is_once = run.layout.zero <= 1 or placed.ranks["pipeline"] > 1
-    once = placed.is_sharded and is_once and _has_several(run, placed)
-    return numbers.whole if once else sum(numbers.own)
+def _gradients(run: Run, placed: Placement, counts: _ElementCounts) -> int:
+    """Elements of accumulated gradients: local shards, or unsharded ones reduced once a step."""
+    reduces_once = run.layout.zero <= 1 or placed.ranks["pipeline"] > 1
+    is_unsharded = placed.is_sharded and reduces_once and _accumulates(run, placed)
+    return counts.gathered if is_unsharded else sum(counts.local)
 
 
-def _passing_unsharded(run: Run, placed: Placement, numbers: _Numbers) -> int:
-    """Bytes beside the gradients: of the head, where its gradient is added to others; and what
-    PowerSGD has left out.
-    """
-    adds = run.model.tie_embeddings or _has_several(run, placed)
-    left_out = sum(numbers.own) if run.layout.gradient_compression == "powersgd" else 0
-    return WORD * ((TABLES * numbers.table if adds else 0) + left_out)
+def _transient_unsharded(run: Run, placed: Placement, counts: _ElementCounts) -> int:
+    """Bytes of the head's gradient before it is added to others, and PowerSGD's error feedback."""
+    adds_head = run.model.tie_embeddings or _accumulates(run, placed)
+    error_feedback = sum(counts.local) if run.layout.gradient_compression == "powersgd" else 0
+    return FP32_BYTES * ((HEAD_BUFFERS * counts.head if adds_head else 0) + error_feedback)
 
 
-def _passing_sharded(run: Run, placed: Placement, numbers: _Numbers) -> int:
-    """Bytes that FSDP2 has whole for a time, at the moment at which it is more of them."""
-    width, largest = _width(run), max(numbers.blocks.values())
+def _transient_sharded(run: Run, placed: Placement, counts: _ElementCounts) -> int:
+    """Peak bytes of FSDP2's gathered parameters and unreduced gradients."""
+    width, largest_block = _compute_bytes(run), max(counts.blocks.values())
     if placed.drops_blocks and placed.ranks["pipeline"] == 1:
-        amid, end = 2 * largest, 0  # the block at work, and the next, fetched ahead of its time
-    else:  # a pipeline's stages keep theirs for the next micro-batch
-        amid = end = sum(numbers.blocks.values())
-    # Amid the backward pass of blocks: the gradients of one, and what is sent of them.
-    amid_bytes = width * amid + (width + WORD) * largest + WORD * numbers.outside
-    end_bytes = width * end + WORD * TABLES * numbers.table
-    kept = WORD * numbers.outside + max(amid_bytes, end_bytes)
-    if placed.ranks["replicate"] > 1 and run.layout.zero > 1 and _has_several(run, placed):
-        kept += WORD * sum(numbers.own)  # which copies of a sharded model add up at the end
-    return kept
+        in_blocks, at_end = 2 * largest_block, 0  # the current block and the prefetched one
+    else:  # pipeline stages keep theirs for the next micro-batch
+        in_blocks = at_end = sum(counts.blocks.values())
+    # Backward through the blocks: the gradients of one block, and their reduce-scatter input.
+    block_bytes = width * in_blocks + (width + FP32_BYTES) * largest_block
+    block_bytes += FP32_BYTES * counts.outside_blocks
+    end_bytes = width * at_end + FP32_BYTES * HEAD_BUFFERS * counts.head
+    peak = FP32_BYTES * counts.outside_blocks + max(block_bytes, end_bytes)
+    if placed.ranks["replicate"] > 1 and run.layout.zero > 1 and _accumulates(run, placed):
+        peak += FP32_BYTES * sum(counts.local)  # all-reduced over replicas at the end of the step
+    return peak
 
 
 @contextmanager
-def _stand_in(run: Run, world: int, rank: int) -> Iterator[Placement]:
-    """The placement of one rank among others that are not there."""
-    mine = World(rank, world, rank)
+def _fake_rank(run: Run, world: int, rank: int) -> Iterator[Placement]:
+    """One rank of a fake world."""
+    this = World(rank, world, rank)
     if world == 1:
-        yield Placement(run.layout, mine, None)
+        yield Placement(run.layout, this, None)
         return
-    assert not dist.is_initialized(), "a plan is made outside of a world of processes"
-    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    assert not dist.is_initialized(), "plan outside of a process group"
+    dist.init_process_group("fake", rank=rank, world_size=world, store=fake_store())
     try:
         mesh = parameter_mesh(run.layout.resolve(world), torch.device("cpu"))
-        yield Placement(run.layout, mine, mesh)
+        yield Placement(run.layout, this, mesh)
     finally:
         dist.destroy_process_group()
 
 
 def _gathered(parameter: Tensor) -> int:
-    """Numbers of a parameter once FSDP2 has gathered it: whole, or a rank's part of a split one."""
+    """Elements of a parameter after FSDP2's all-gather: all, or a tensor-parallel shard."""
     if not isinstance(parameter, DTensor):
         return parameter.numel()
-    mesh, parts = parameter.device_mesh, 1
-    for axis, how in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
-        if axis == "tensor" and not how.is_replicate():
-            parts = mesh[axis].size()
-    return -(-parameter.numel() // parts)
+    mesh, shards = parameter.device_mesh, 1
+    for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
+        if axis == "tensor" and not placement.is_replicate():
+            shards = mesh[axis].size()
+    return -(-parameter.numel() // shards)
 
 
 def _moment_bytes(count: int, optimizer: str) -> int:
-    """Of the two moments of a tensor of `count` numbers."""
-    if optimizer == "adamw8bit" and count >= FEWEST_IN_8_BITS and count % PER_SCALE == 0:
-        return 2 * (count + WORD * count // PER_SCALE)
-    return 2 * WORD * count
+    """Bytes of the two Adam moments of a tensor with `count` elements."""
+    if optimizer == "adamw8bit" and count >= MIN_8BIT_ELEMENTS and count % QUANT_BLOCK == 0:
+        return 2 * (count + FP32_BYTES * count // QUANT_BLOCK)
+    return 2 * FP32_BYTES * count

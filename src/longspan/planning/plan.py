@@ -1,7 +1,7 @@
-"""`longspan plan`: what a run takes, before it runs.
+"""`longspan plan`: the parameters, FLOPs and memory of a run, before it runs.
 
-So far that is what follows from the run file alone: numbers, FLOPs, and the memory of model and
-optimizer on each device. Activations, time and what travels are not in it.
+The memory is that of model and optimizer on each device. Activations, time and communication are
+not planned.
 """
 
 from __future__ import annotations
@@ -10,105 +10,106 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-from longspan.config import Run, Sketch, derived_values
+from longspan.config import Run, Sketch
+from longspan.derived import derived_values
 from longspan.errors import UserError
 from longspan.models import count_parameters, flops_per_sample
-from longspan.planning.memory import States, states_of
+from longspan.planning.memory import DeviceMemory, memory_per_rank
 
 GIB = 2**30
-CLASSES = {
+MEMORY_ROWS = {
     "parameters": "parameters",
     "gradients": "gradients",
     "optimizer": "optimizer state",
-    "passing": "in passing",
-    "copies": "16-bit copies",
+    "transient": "transient buffers",
+    "autocast_copies": "16-bit copies (autocast)",
     "signs": "signs of sketched layers",
 }
-SHARES = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
+FRACTIONS = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
 
 
 @dataclass(frozen=True)
-class Form:
-    """A way to store the blocks' linear layers, and what the run takes with it."""
+class Alternative:
+    """The run with another kind of linear layers in its blocks."""
 
     linear: str
-    share: str
+    fraction: str
+    """Parameters as a fraction of the dense layers'."""
     parameters: int
     flops_per_token: float
     device_bytes: int
-    """Of model and optimizer, on the fullest device."""
+    """Memory of model and optimizer on the fullest device."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run takes."""
+    """Parameters, FLOPs and memory of a run."""
 
     gpus: int
     precision: str
     derived: dict[str, str]
     parameters: int
-    matrix_flops: float
-    """Per token, in training."""
+    matmul_flops: float
+    """Per token, forward and backward."""
     attention_flops: float
-    """Likewise."""
-    stages: list[States]
-    """Of each rank of the pipeline axis."""
+    """Per token, forward and backward."""
+    stages: list[DeviceMemory]
+    """One entry per rank of the pipeline axis."""
     checkpoint_bytes: int
-    forms: list[Form]
+    alternatives: list[Alternative]
 
     def as_dict(self) -> dict[str, Any]:
-        of_stages = [{**asdict(states), "on_device": states.on_device} for states in self.stages]
-        return {**asdict(self), "stages": of_stages}
+        stages = [{**asdict(memory), "on_device": memory.on_device} for memory in self.stages]
+        return {**asdict(self), "stages": stages}
 
     def __str__(self) -> str:
-        return "\n\n".join([self._summary(), self._memory(), self._choice()])
+        return "\n\n".join([self._summary(), self._memory(), self._alternatives()])
 
     def _summary(self) -> str:
-        total = self.matrix_flops + self.attention_flops
-        words = {
+        total = self.matmul_flops + self.attention_flops
+        rows = {
             "parameters": f"{self.parameters:,}",
             **self.derived,
-            "FLOPs": f"{total / 1e9:,.3f} G a token in training, "
-            f"{self.attention_flops / total:.0%} of them attention",
+            "FLOPs": f"{total / 1e9:,.3f} G per token in training, "
+            f"{self.attention_flops / total:.0%} in attention",
             "checkpoint": f"{self.checkpoint_bytes / GIB:,.3f} GiB",
         }
-        return "\n".join(f"{name:<15}{text}" for name, text in words.items())
+        return "\n".join(f"{name:<15}{text}" for name, text in rows.items())
 
     def _memory(self) -> str:
-        """A column for each rank of the pipeline axis."""
-        several = len(self.stages) > 1
-        devices = "processes" if self.gpus > 1 else "process"
-        lines = [f"memory of a device, GiB, {self.gpus:,} {devices}, {self.precision}:"]
-        if several:
+        """One column per rank of the pipeline axis."""
+        processes = "processes" if self.gpus > 1 else "process"
+        lines = [f"memory per device in GiB, {self.gpus:,} {processes}, {self.precision}:"]
+        if len(self.stages) > 1:
             heads = "".join(f"{f'pipeline {i}':>12}" for i in range(len(self.stages)))
             lines.append(f"  {'':<26}{heads}")
-        rows = {words: [getattr(s, name) for s in self.stages] for name, words in CLASSES.items()}
-        rows["of these in the CPU's memory"] = [states.offloaded for states in self.stages]
-        rows = {words: sizes for words, sizes in rows.items() if any(sizes)}
-        rows["on the device"] = [states.on_device for states in self.stages]
+        rows = {title: [getattr(s, key) for s in self.stages] for key, title in MEMORY_ROWS.items()}
+        rows["of which offloaded to CPU"] = [memory.offloaded for memory in self.stages]
+        rows = {title: sizes for title, sizes in rows.items() if any(sizes)}
+        rows["total on the device"] = [memory.on_device for memory in self.stages]
         lines += [
-            f"  {words:<28}" + "".join(f"{size / GIB:>12,.3f}" for size in sizes).removeprefix("  ")
-            for words, sizes in rows.items()
+            f"  {title:<28}" + "".join(f"{size / GIB:>12,.3f}" for size in sizes).removeprefix("  ")
+            for title, sizes in rows.items()
         ]
-        return "\n".join([*lines, "  and activations, which this does not know yet"])
+        return "\n".join([*lines, "  activations are not included"])
 
-    def _choice(self) -> str:
-        """What other forms of the linear layers would take."""
-        head = f"  {'linear layers':<15}{'share':>7}{'parameters':>18}{'GFLOPs a token':>17}"
-        lines = ["other linear layers, each in the same share:", head + f"{'GiB a device':>15}"]
-        for form in self.forms:
+    def _alternatives(self) -> str:
+        """The same run with other linear layers."""
+        head = f"  {'linear layers':<15}{'ratio':>7}{'parameters':>18}{'GFLOPs/token':>17}"
+        lines = ["with other linear layers, all at the same ratio:", head + f"{'GiB/device':>15}"]
+        for other in self.alternatives:
             lines.append(
-                f"  {form.linear:<15}{form.share:>7}{form.parameters:>18,}"
-                f"{form.flops_per_token / 1e9:>17,.3f}{form.device_bytes / GIB:>15,.3f}"
+                f"  {other.linear:<15}{other.fraction:>7}{other.parameters:>18,}"
+                f"{other.flops_per_token / 1e9:>17,.3f}{other.device_bytes / GIB:>15,.3f}"
             )
         return "\n".join(lines)
 
 
 def plan(run: Run, gpus: int) -> Plan:
-    """What `run`, checked for `gpus` processes, takes on each of them."""
+    """Plan `run`, which was validated for `gpus` processes."""
     if run.engine.name != "native":
         raise UserError(
-            f"a plan knows the memory of PyTorch itself, and engine.name is {run.engine.name!r}: "
+            f"longspan plan supports only engine.name = 'native', got {run.engine.name!r}: "
             "use engine.name=native"
         )
     parameters = count_parameters(run.model)
@@ -119,31 +120,30 @@ def plan(run: Run, gpus: int) -> Plan:
         precision=run.train.precision,
         derived=derived_values(run, gpus),
         parameters=parameters,
-        matrix_flops=matrices / context,
+        matmul_flops=matrices / context,
         attention_flops=attention / context,
-        stages=states_of(run, gpus),
-        checkpoint_bytes=12 * parameters,  # and two moments each, in 32 bits
-        forms=_forms(run, gpus),
+        stages=memory_per_rank(run, gpus),
+        checkpoint_bytes=12 * parameters,  # float32, with the two Adam moments
+        alternatives=_alternatives(run, gpus),
     )
 
 
-def _forms(run: Run, gpus: int) -> list[Form]:
-    forms = [_form(run, gpus, "dense", Fraction(1))]
-    forms += [_form(run, gpus, kind, x) for kind in ("low_rank", "sketched") for x in SHARES]
-    return forms
+def _alternatives(run: Run, gpus: int) -> list[Alternative]:
+    kinds = [("dense", Fraction(1))]
+    kinds += [(linear, x) for linear in ("low_rank", "sketched") for x in FRACTIONS]
+    return [_alternative(run, gpus, *kind) for kind in kinds]
 
 
-def _form(run: Run, gpus: int, linear: str, share: Fraction) -> Form:
-    sketch = Sketch(keep=float(share), layers=run.model.sketch.layers)
+def _alternative(run: Run, gpus: int, linear: str, fraction: Fraction) -> Alternative:
+    sketch = Sketch(keep=float(fraction), layers=run.model.sketch.layers)
     model = run.model.model_copy(update={"linear": linear, "sketch": sketch})
-    layout = run.layout.model_copy(
-        update={"megatron_sequence_parallel": False}
-    )  # which is of dense layers
+    # Megatron-style sequence parallelism is supported with dense layers only.
+    layout = run.layout.model_copy(update={"megatron_sequence_parallel": False})
     other = run.model_copy(update={"model": model, "layout": layout})
-    return Form(
+    return Alternative(
         linear=linear,
-        share=str(share),
+        fraction=str(fraction),
         parameters=count_parameters(model),
         flops_per_token=sum(flops_per_sample(other)) / run.data.context,
-        device_bytes=max(states.on_device for states in states_of(other, gpus)),
+        device_bytes=max(memory.on_device for memory in memory_per_rank(other, gpus)),
     )
