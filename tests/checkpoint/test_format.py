@@ -1,4 +1,4 @@
-"""Checkpoints: whole or absent, checked to the byte, without pickle."""
+"""Checkpoints are complete or absent, checked to the byte, and free of pickle."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from longspan import checkpoint
-from longspan.checkpoint import Box, Draft, Part, writing
+from longspan.checkpoint import PendingCheckpoint, Region, TensorShard, writing
 from longspan.checkpoint.format import Manifest, read_manifest
 from longspan.errors import UserError
 
@@ -23,11 +23,11 @@ TENSORS = {
     "rng/cpu": torch.get_rng_state(),
     "rng/scalar": torch.tensor(3.0),
 }
-PARTS = {name: Part.whole(x) for name, x in TENSORS.items()}
+SHARDS = {name: TensorShard.full(x) for name, x in TENSORS.items()}
 
 
 def saved(folder: Path, step: int = 1, state: dict[str, Any] | None = None) -> Path:
-    return checkpoint.save(folder, step, PARTS, state or {})
+    return checkpoint.save(folder, step, SHARDS, state or {})
 
 
 def test_round_trip_is_exact(tmp_path: Path) -> None:
@@ -42,28 +42,28 @@ def test_round_trip_is_exact(tmp_path: Path) -> None:
     assert torch.equal(load_file(path / "model-00000.safetensors")["model/a"], TENSORS["model/a"])
 
 
-BOXES = [((0, 0), (3, 2)), ((0, 2), (3, 5)), ((3, 0), (2, 4)), ((3, 4), (2, 3))]
+REGIONS = [((0, 0), (3, 2)), ((0, 2), (3, 5)), ((3, 0), (2, 4)), ((3, 4), (2, 3))]
 
 
-def test_parts_of_many_ranks_are_read_in_any_other_cut(tmp_path: Path) -> None:
-    whole = torch.arange(35.0).view(5, 7)
-    draft = Draft(tmp_path, 3)
-    for rank, (start, shape) in enumerate(BOXES):
-        box = Box(start=start, shape=shape)
-        own = whole[box.slices_of(Box.whole((5, 7)))].clone()
-        draft.write({"model/x": Part(own, (5, 7), box)}, rank)
-    path = draft.commit({}, len(BOXES))
+def test_shards_of_many_ranks_are_read_in_any_other_sharding(tmp_path: Path) -> None:
+    full = torch.arange(35.0).view(5, 7)
+    pending = PendingCheckpoint(tmp_path, 3)
+    for rank, (start, shape) in enumerate(REGIONS):
+        region = Region(start=start, shape=shape)
+        local = full[region.slices_within(Region.full((5, 7)))].clone()
+        pending.write({"model/x": TensorShard(local, (5, 7), region)}, rank)
+    path = pending.commit({}, len(REGIONS))
     opened = checkpoint.open_checkpoint(path)
-    assert torch.equal(opened.read("model/x"), whole)
+    assert torch.equal(opened.read("model/x"), full)
     for a in range(5):
         for b in range(a, 6):
             for c in range(0, 7, 2):
-                box = Box(start=(a, c), shape=(b - a, 7 - c))
-                assert torch.equal(opened.read("model/x", box), whole[a:b, c:])
-    assert torch.equal(checkpoint.load(path, "model")["x"], whole)
+                region = Region(start=(a, c), shape=(b - a, 7 - c))
+                assert torch.equal(opened.read("model/x", region), full[a:b, c:])
+    assert torch.equal(checkpoint.load(path, "model")["x"], full)
 
 
-def test_newest_is_found_and_the_oldest_are_removed(tmp_path: Path) -> None:
+def test_latest_and_prune(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
     for step in (5, 10, 100, 99):
         saved(tmp_path, step)
@@ -77,33 +77,33 @@ def test_newest_is_found_and_the_oldest_are_removed(tmp_path: Path) -> None:
     assert newest.name == "step-00000100"
 
 
-def test_a_copy_put_aside_is_no_checkpoint(tmp_path: Path) -> None:
+def test_copies_and_quarantined_checkpoints_are_ignored(tmp_path: Path) -> None:
     for step in (99_999_999, 100_000_000):
         saved(tmp_path, step)
     shutil.copytree(tmp_path / "step-99999999", tmp_path / "step-best")
     newest = checkpoint.latest(tmp_path)
     assert newest is not None
     assert newest.name == "step-100000000"
-    assert checkpoint.set_aside(newest).name == "bad-step-100000000"
+    assert checkpoint.quarantine(newest).name == "bad-step-100000000"
     checkpoint.prune(tmp_path, keep=1)
     left = sorted(p.name for p in tmp_path.iterdir())
     assert left == ["bad-step-100000000", "step-99999999", "step-best"]
     shutil.copytree(tmp_path / "step-99999999", tmp_path / "step-100000000")
-    assert checkpoint.set_aside(tmp_path / "step-100000000").name == "bad-step-100000000-1"
+    assert checkpoint.quarantine(tmp_path / "step-100000000").name == "bad-step-100000000-1"
 
 
-def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
-    """All bytes of the manifest, and of each file as many as there is time for."""
+def test_every_flipped_byte_is_detected(tmp_path: Path) -> None:
+    """Flip a bit in every byte of the manifest, and in a sample of each file."""
     path = saved(tmp_path, 1, {"samples": 56, "note": "ä"})
-    chance = random.Random(0)
+    rng = random.Random(0)
     for file in path.iterdir():
         content = file.read_bytes()
         places = range(len(content))
         if file.name != "manifest.json":
-            places = sorted(chance.sample(places, min(len(content), 200)))
+            places = sorted(rng.sample(places, min(len(content), 200)))
         for place in places:
             changed = bytearray(content)
-            changed[place] ^= 1 << chance.randrange(8)
+            changed[place] ^= 1 << rng.randrange(8)
             file.write_bytes(changed)
             with pytest.raises(UserError, match="cannot use the checkpoint"):
                 checkpoint.open_checkpoint(path).check()
@@ -112,7 +112,7 @@ def test_every_flipped_byte_is_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["truncate", "remove", "swap"])
-def test_damage_is_found_before_use(tmp_path: Path, damage: str) -> None:
+def test_damage_is_detected_before_loading(tmp_path: Path, damage: str) -> None:
     path = saved(tmp_path)
     file = path / "model-00000.safetensors"
     if damage == "truncate":
@@ -128,70 +128,70 @@ def test_damage_is_found_before_use(tmp_path: Path, damage: str) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "[]", "{}", "null", '{"step": "3"}', "[" * 99999])
-def test_a_damaged_manifest_is_told(tmp_path: Path, content: str) -> None:
+def test_a_damaged_manifest_is_rejected(tmp_path: Path, content: str) -> None:
     path = saved(tmp_path)
     (path / "manifest.json").write_text(content)
     with pytest.raises(UserError, match="cannot use the checkpoint"):
         checkpoint.open_checkpoint(path)
 
 
-def changed(manifest: dict[str, Any], kind: str) -> None:
+def tamper(manifest: dict[str, Any], kind: str) -> None:
     a = manifest["tensors"]["model/a"]
-    box = a["boxes"][0]
+    shard = a["shards"][0]
     match kind:
         case "format":
             manifest["format"] = "longspan-checkpoint-9"
         case "outside":
             manifest["files"]["../../x.safetensors"] = "0" * 64
         case "another file":
-            box["file"] = "model-00009.safetensors"
+            shard["file"] = "model-00009.safetensors"
         case "a path":
-            box["file"] = "/etc/passwd"
+            shard["file"] = "/etc/passwd"
         case "too far":
-            box["start"] = [1, 0]
+            shard["start"] = [1, 0]
         case "too little":
-            box["shape"] = [1, 3]
+            shard["shape"] = [1, 3]
         case "overlap":
-            a["boxes"] = [{**box, "shape": [1, 3]}] * 2
+            a["shards"] = [{**shard, "shape": [1, 3]}] * 2
         case "too fine":
             a["shape"] = [64] * 12
-            a["boxes"] = [{**box, "start": [i] * 12, "shape": [1] * 12} for i in range(64)]
+            a["shards"] = [{**shard, "start": [i] * 12, "shape": [1] * 12} for i in range(64)]
 
 
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("format", "it is of the format longspan-checkpoint-9, and this version reads"),
+        ("format", "its format is longspan-checkpoint-9, but this version reads"),
         ("outside", "String should match pattern"),
-        ("another file", "model/a lies in a file that is not listed"),
+        ("another file", "model/a has a shard in a file that is not listed"),
         ("a path", "String should match pattern"),
-        ("too far", "a box reaches outside the shape"),
-        ("too little", "boxes do not add up to the shape"),
-        ("overlap", "boxes overlap"),
-        ("too fine", "boxes do not add up"),
+        ("too far", "a shard extends beyond the shape"),
+        ("too little", "the shards do not add up to the shape"),
+        ("overlap", "shards overlap"),
+        ("too fine", "the shards do not add up"),
     ],
 )
-def test_a_manifest_that_was_tampered_with_is_refused(
+def test_a_manifest_that_was_tampered_with_is_rejected(
     tmp_path: Path, kind: str, message: str
 ) -> None:
-    """Even by one who knows how to make its checksum."""
+    """Even if its checksum were recomputed."""
     body = read_manifest(saved(tmp_path)).model_dump(mode="json")
-    changed(body, kind)
-    own = {**body, "sha256": "0" * 64}
+    tamper(body, kind)
+    text = json.dumps({**body, "sha256": "0" * 64})
     with pytest.raises(ValueError, match=message):
-        Manifest.of_text(json.dumps(own))
+        Manifest.from_text(text)
 
 
-@pytest.mark.parametrize("moment", ["sha256_of", "fsync", "save_file"])
-def test_a_save_that_fails_leaves_nothing_and_the_last_one_stands(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+@pytest.mark.parametrize("call", ["sha256_of", "fsync", "save_file"])
+def test_a_failed_save_leaves_only_the_previous_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     saved(tmp_path, 1)
 
     def fail(*_: object) -> str:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(writing, moment, fail)
+    monkeypatch.setattr(writing, call, fail)
     with pytest.raises(OSError, match="No space"):
         saved(tmp_path, 2)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
@@ -199,7 +199,7 @@ def test_a_save_that_fails_leaves_nothing_and_the_last_one_stands(
     checkpoint.open_checkpoint(tmp_path / "step-00000001").check()
 
 
-def test_leftovers_of_a_killed_save_or_removal_are_removed(tmp_path: Path) -> None:
+def test_leftovers_of_an_interrupted_save_or_removal_are_removed(tmp_path: Path) -> None:
     (tmp_path / ".step-00000001.tmp").mkdir(parents=True)
     (tmp_path / ".step-00000000.removed").mkdir()
     assert checkpoint.latest(tmp_path) is None
@@ -207,9 +207,9 @@ def test_leftovers_of_a_killed_save_or_removal_are_removed(tmp_path: Path) -> No
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000002"]
 
 
-def test_a_rank_that_has_not_written_keeps_the_name_from_being_given(tmp_path: Path) -> None:
-    draft = Draft(tmp_path, 1)
-    draft.write(PARTS, 0)
+def test_commit_fails_until_every_rank_has_written(tmp_path: Path) -> None:
+    pending = PendingCheckpoint(tmp_path, 1)
+    pending.write(SHARDS, 0)
     with pytest.raises(FileNotFoundError):
-        draft.commit({}, 2)
+        pending.commit({}, 2)
     assert checkpoint.latest(tmp_path) is None

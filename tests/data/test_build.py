@@ -1,4 +1,4 @@
-"""`data build` from each kind of input, and what a damaged folder says."""
+"""`longspan data build` from each kind of input, and the errors for damaged folders."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longspan.errors import UserError
 
 
 def documents(folder: Path, split: str) -> list[bytes]:
-    """The documents of a byte-level folder, read by the format's description alone."""
+    """Read the documents of a byte-level folder by the description of the format alone."""
     index = json.loads((folder / "index.json").read_text())
     found = []
     for shard in index["shards"]:
@@ -46,7 +46,7 @@ def test_jsonl_with_a_named_field(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n\n")
     build([tmp_path / "in.jsonl"], tmp_path / "out", field_name="body", validation=0)
     assert documents(tmp_path / "out", "train") == [b"eins\0", b"zwei\0"]
-    with pytest.raises(UserError, match=r"line 1 has no text under 'text' \(it has body\)"):
+    with pytest.raises(UserError, match=r"line 1 has no text in the field 'text', got fields body"):
         build([tmp_path / "in.jsonl"], tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
@@ -81,21 +81,21 @@ def test_a_tokenizers_json_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("vocab", "dtype"), [(256, "uint8"), (257, "uint16"), (65537, "uint32")])
-def test_tokens_take_the_smallest_type(vocab: int, dtype: str) -> None:
+def test_tokens_use_the_smallest_dtype(vocab: int, dtype: str) -> None:
     from longspan.data.shards import dtype_for
 
     assert dtype_for(vocab) == dtype
     assert np.iinfo(dtype).max >= vocab - 1
 
 
-def test_equal_documents_never_stand_on_both_sides_and_builds_repeat(tmp_path: Path) -> None:
+def test_duplicates_are_in_one_split_and_builds_are_deterministic(tmp_path: Path) -> None:
     texts = [f"text {n % 60}" for n in range(300)]
     (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": t}) for t in texts))
     for name in ("one", "two"):
         build([tmp_path / "in.jsonl"], tmp_path / name, validation=0.3)
-    train, held = (documents(tmp_path / "one", split) for split in ("train", "validation"))
-    assert not set(train) & set(held)
-    assert 0.1 < len(held) / 300 < 0.5
+    train, validation = (documents(tmp_path / "one", split) for split in ("train", "validation"))
+    assert not set(train) & set(validation)
+    assert 0.1 < len(validation) / 300 < 0.5
     index = "index.json"
     assert (tmp_path / "one" / index).read_text() == (tmp_path / "two" / index).read_text()
 
@@ -107,7 +107,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def test_info_reports_what_is_there(folder: Path) -> None:
+def test_info_summarizes_the_shards(folder: Path) -> None:
     assert inspect_folder(folder)["splits"]["train"] == {
         "shards": 1,
         "tokens": 201,
@@ -116,7 +116,7 @@ def test_info_reports_what_is_there(folder: Path) -> None:
     }
 
 
-def test_a_flipped_bit_is_found_by_info(folder: Path) -> None:
+def test_info_detects_a_flipped_bit(folder: Path) -> None:
     shard = folder / "train-00000.bin"
     content = bytearray(shard.read_bytes())
     content[17] ^= 1
@@ -136,7 +136,9 @@ def test_a_flipped_bit_is_found_by_info(folder: Path) -> None:
         ({"surprise": 1}, "surprise"),
     ],
 )
-def test_a_wrong_index_is_told(folder: Path, change: dict[str, object], message: str) -> None:
+def test_an_invalid_index_is_rejected(
+    folder: Path, change: dict[str, object], message: str
+) -> None:
     path = folder / "index.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
     with pytest.raises(UserError, match=message):
@@ -157,7 +159,7 @@ def test_a_wrong_index_is_told(folder: Path, change: dict[str, object], message:
     ],
     ids=str,
 )
-def test_a_wrong_shard_in_the_index_is_told(folder: Path, change: dict[str, object]) -> None:
+def test_an_invalid_shard_in_the_index_is_rejected(folder: Path, change: dict[str, object]) -> None:
     path = folder / "index.json"
     index = json.loads(path.read_text())
     index["shards"][0].update(change)
@@ -167,7 +169,7 @@ def test_a_wrong_shard_in_the_index_is_told(folder: Path, change: dict[str, obje
 
 
 @pytest.mark.parametrize("content", [b"", b"[" * 99999, b"\xff", b"null"])
-def test_an_index_that_is_no_json_is_told(folder: Path, content: bytes) -> None:
+def test_an_index_that_is_not_json_is_rejected(folder: Path, content: bytes) -> None:
     (folder / "index.json").write_bytes(content)
     with pytest.raises(UserError, match="is not a longspan-tokens-1 index"):
         read_index(folder)
@@ -179,24 +181,26 @@ def test_an_index_that_is_no_json_is_told(folder: Path, content: bytes) -> None:
         (b'{"text": "\xff"}', "line 1 is not JSON"),
         (b'{"text": "\\ud800"}', "line 1 is not text"),
         (b"[" * 99999, "line 1 is not JSON"),
-        (b"[1]", r"has no text under 'text' \(it has list\)"),
+        (b"[1]", "has no text in the field 'text', got list"),
         (b"\n\n", "no text for the train split"),
     ],
 )
-def test_bad_jsonl_is_told_and_leaves_nothing(tmp_path: Path, content: bytes, message: str) -> None:
+def test_invalid_jsonl_is_rejected_and_leaves_no_files(
+    tmp_path: Path, content: bytes, message: str
+) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=message):
         build([tmp_path / "in.jsonl"], tmp_path / "out", validation=0)
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
 
-def test_a_missing_input_makes_no_folders(tmp_path: Path) -> None:
+def test_a_missing_input_creates_no_folders(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no such file or folder"):
         build([tmp_path / "nothing"], tmp_path / "a" / "b" / "c")
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_broken_hugging_face_dataset_is_told(tmp_path: Path) -> None:
+def test_a_damaged_hugging_face_dataset_is_rejected(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "dataset_dict.json").write_text("{")
@@ -204,7 +208,7 @@ def test_a_broken_hugging_face_dataset_is_told(tmp_path: Path) -> None:
         build([tmp_path / "in"], tmp_path / "out")
 
 
-def test_a_tokenizer_s_own_limits_and_gaps_cut_nothing(tmp_path: Path) -> None:
+def test_a_tokenizer_with_truncation_padding_and_gaps_in_its_ids(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     words = {"<eos>": 0, "the": 1, "cat": 70_000}
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<eos>"))
@@ -221,7 +225,7 @@ def test_a_tokenizer_s_own_limits_and_gaps_cut_nothing(tmp_path: Path) -> None:
     assert tokens == [1, 70_000] * 10 + [0]
 
 
-def test_an_index_cannot_name_files_elsewhere(folder: Path) -> None:
+def test_an_index_cannot_refer_to_files_outside_its_folder(folder: Path) -> None:
     path = folder / "index.json"
     index = json.loads(path.read_text())
     index["shards"][0]["file"] = "../in.txt"
@@ -232,6 +236,6 @@ def test_an_index_cannot_name_files_elsewhere(folder: Path) -> None:
 
 def test_an_existing_folder_is_not_overwritten(folder: Path) -> None:
     before = (folder / "index.json").read_text()
-    with pytest.raises(UserError, match="exists already"):
+    with pytest.raises(UserError, match="already exists"):
         build([folder.parent / "in.txt"], folder)
     assert (folder / "index.json").read_text() == before

@@ -1,4 +1,4 @@
-"""Samples: a pure function of (seed, index), every window once, documents kept."""
+"""Samples are a pure function of (seed, index); every window occurs once per epoch."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from longspan.config import Data, Model
-from longspan.data import batch_of, count_targets, open_source
+from longspan.constants import IGNORE_INDEX
+from longspan.data import collate, count_targets, open_source
 from longspan.data.build import build
-from longspan.data.source import IGNORED, RecallSource, Sample, TokenSource, bigram_nats
+from longspan.data.source import RecallSource, Sample, TokenSource, bigram_nats
 from longspan.errors import UserError
 
 MODEL = Model()
@@ -36,9 +37,9 @@ def open_folder(folder: Path, context: int) -> TokenSource:
     return source
 
 
-def test_an_epoch_holds_every_window_once_whatever_the_batch(folder: Path) -> None:
+def test_an_epoch_contains_every_window_once(folder: Path) -> None:
     source = open_folder(folder, 16)
-    windows = source.windows("train")
+    windows = source.num_windows("train")
     assert len([shard for shard in folder.glob("train-*.bin")]) > 2
     stream = source.splits["train"].read(0, source.splits["train"].total)
     expected = sorted(tuple(stream[i * 16 : i * 16 + 16]) for i in range(windows))
@@ -58,31 +59,31 @@ def test_a_sample_depends_on_seed_and_index_only(folder: Path) -> None:
         assert np.array_equal(a.targets, b.targets)
 
 
-def test_documents_are_kept_and_no_target_crosses_them(folder: Path) -> None:
+def test_document_ids_and_no_targets_across_documents(folder: Path) -> None:
     source = open_folder(folder, 64)
-    for index in range(source.windows("train")):
+    for index in range(source.num_windows("train")):
         sample = source.sample(0, index)
         ends = sample.tokens == 0  # NUL ends a document
-        assert np.array_equal(np.cumsum(ends) - ends, sample.documents)
-        # After an end there is no target; elsewhere it is the next token.
-        assert (sample.targets[ends] == IGNORED).all()
+        assert np.array_equal(np.cumsum(ends) - ends, sample.document_ids)
+        # The last token of a document has no target; elsewhere it is the next token.
+        assert (sample.targets[ends] == IGNORE_INDEX).all()
         inside = ~ends[:-1]
         assert np.array_equal(sample.targets[:-1][inside], sample.tokens[1:][inside])
 
 
 @pytest.mark.parametrize("context", [1, 7, 16, 64])
-def test_targets_are_counted_without_reading(folder: Path, context: int) -> None:
+def test_num_targets_equals_the_count_in_the_sample(folder: Path, context: int) -> None:
     source = open_folder(folder, context)
-    for index in range(min(300, 2 * source.windows("train"))):
-        assert source.targets_in(3, index) == count_targets([source.sample(3, index)])
+    for index in range(min(300, 2 * source.num_windows("train"))):
+        assert source.num_targets(3, index) == count_targets([source.sample(3, index)])
     recall = RecallSource(context=200, pairs=8, vocab=64)
-    assert recall.targets_in(0, 5) == count_targets([recall.sample(0, 5)])
+    assert recall.num_targets(0, 5) == count_targets([recall.sample(0, 5)])
 
 
-def test_validation_is_apart_from_training_and_has_no_seed(folder: Path) -> None:
+def test_validation_is_disjoint_from_training(folder: Path) -> None:
     source = open_folder(folder, 16)
     samples = source.validation_samples(1000)
-    assert len(samples) == source.windows("validation") > 0
+    assert len(samples) == source.num_windows("validation") > 0
     assert len(source.validation_samples(2)) == 2
     train = set(source.splits["train"].read(0, source.splits["train"].total))
     validation = set(source.splits["validation"].read(0, source.splits["validation"].total))
@@ -101,16 +102,16 @@ def test_builtin_is_the_standard_library_split_by_file() -> None:
     assert source.fingerprint == open_source(Data(context=64), MODEL).fingerprint
 
 
-def test_recall_asks_for_what_was_told() -> None:
+def test_recall_targets_are_the_values_of_the_pairs() -> None:
     source = RecallSource(context=200, pairs=8, vocab=64)
     sample = source.sample(0, 3)
-    told = dict(zip(sample.tokens[0:16:2], sample.tokens[1:16:2], strict=True))
-    asked = np.flatnonzero(sample.targets != IGNORED)
-    assert len(told) == len(asked) == 8
-    assert asked.min() >= 200 - 16
-    assert [told[key] for key in sample.tokens[asked]] == list(sample.targets[asked])
-    # Keys are nowhere but where they are told and asked.
-    assert np.isin(sample.tokens[16:184], list(told)).sum() == 0
+    pairs = dict(zip(sample.tokens[0:16:2], sample.tokens[1:16:2], strict=True))
+    queried = np.flatnonzero(sample.targets != IGNORE_INDEX)
+    assert len(pairs) == len(queried) == 8
+    assert queried.min() >= 200 - 16
+    assert [pairs[key] for key in sample.tokens[queried]] == list(sample.targets[queried])
+    # Keys occur nowhere else.
+    assert np.isin(sample.tokens[16:184], list(pairs)).sum() == 0
     assert not np.array_equal(source.sample(0, 4).tokens, sample.tokens)
     assert not np.array_equal(source.sample(1, 3).tokens, sample.tokens)
     assert np.array_equal(source.sample(0, 3).tokens, sample.tokens)
@@ -119,7 +120,7 @@ def test_recall_asks_for_what_was_told() -> None:
 
 def test_bigram_nats_equals_its_definition() -> None:
     tokens = np.array([1, 2, 1, 3, 1, 2, 2])
-    targets = np.array([2, 1, 3, 1, 2, IGNORED, 1])
+    targets = np.array([2, 1, 3, 1, 2, IGNORE_INDEX, 1])
     # After 1: 2, 3, 2. After 2: 1, 1. After 3: 1.
     expected = (2 * math.log(3 / 2) + math.log(3)) / 6
     sample = Sample(tokens, targets, np.zeros(7, dtype=np.int64))
@@ -127,27 +128,27 @@ def test_bigram_nats_equals_its_definition() -> None:
     assert count_targets([sample, sample]) == 12
 
 
-def test_batch_stacks_samples(folder: Path) -> None:
+def test_collate_stacks_samples(folder: Path) -> None:
     source = open_folder(folder, 16)
     samples = [source.sample(0, index) for index in range(3)]
-    batch = batch_of(samples, torch.device("cpu"))
+    batch = collate(samples, torch.device("cpu"))
     assert batch.tokens.shape == batch.targets.shape == (3, 16)
     assert batch.tokens[2].tolist() == samples[2].tokens.tolist()
 
 
-def test_a_token_beyond_the_vocabulary_is_told(folder: Path, tmp_path: Path) -> None:
+def test_a_token_outside_the_vocabulary_is_rejected(folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     index = tmp_path / "copy" / "index.json"
     index.write_text(index.read_text().replace('"vocab":256', '"vocab":40'))
-    with pytest.raises(UserError, match="and its vocabulary ends at 40"):
+    with pytest.raises(UserError, match="but its vocabulary size is 40"):
         open_folder(tmp_path / "copy", 16).sample(0, 0)
 
 
-def test_too_long_a_context_is_told(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"holds .* tokens, fewer than one sample of .* 100,001"):
+def test_too_long_a_context_is_rejected(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"has .* tokens, fewer than one sample of .* 100,001"):
         open_folder(folder, 100_000)
 
 
-def test_too_small_a_vocabulary_is_told(folder: Path) -> None:
+def test_too_small_a_vocabulary_is_rejected(folder: Path) -> None:
     with pytest.raises(UserError, match=r"set model\.vocab=256"):
         open_source(Data(source=str(folder), context=16), Model(vocab=100))

@@ -1,4 +1,4 @@
-"""What of a run's time was of use."""
+"""The history of a run, why it ended, and its goodput."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from longspan.tracking import History, cause_of_end, goodput
+from longspan.tracking import History, exit_reason, goodput
 
 METRICS = [
     {"step": 10, "tokens": 1000, "tokens_per_s": 100.0},
@@ -16,7 +16,7 @@ METRICS = [
 ]
 
 
-def test_goodput_counts_what_was_kept() -> None:
+def test_goodput_counts_steps_that_were_kept() -> None:
     history = [
         {"time": 100.0, "event": "start", "step": 0},
         {"time": 120.0, "event": "save", "step": 10, "blocked_s": 0.5},
@@ -25,38 +25,39 @@ def test_goodput_counts_what_was_kept() -> None:
     ]
     found = goodput(history, METRICS, 200.0)
     assert found.productive_s == pytest.approx(10 + 20)
-    assert found.share == pytest.approx(0.3)
+    assert found.ratio == pytest.approx(0.3)
     assert (found.restarts, found.lost_steps, found.blocked_s) == (1, 4, 2.0)
-    assert found.best_interval_s == pytest.approx(math.sqrt(2 * 1.0 * 100.0))
+    assert found.optimal_interval_s == pytest.approx(math.sqrt(2 * 1.0 * 100.0))
     assert "goodput 30%: 30 s of 100 s" in str(found)
     assert "1 restarts (1 × a hang), 4 steps lost" in str(found)
 
 
-def test_the_cause_of_an_end_is_what_was_written_last() -> None:
+def test_exit_reason_is_the_first_failure_after_the_last_start() -> None:
     start = {"time": 1.0, "event": "start", "step": 0}
-    end = {"time": 2.0, "event": "end", "step": 9, "was_asked_to_stop": False}
+    end = {"time": 2.0, "event": "end", "step": 9, "stop_requested": False}
     failure = {"time": 2.0, "event": "failure", "step": 3, "cause": "ValueError: no"}
-    assert cause_of_end([]) is None
-    assert cause_of_end([start]) == "ended without a word, as by SIGKILL"
-    assert cause_of_end([start, failure]) == "ValueError: no"
-    assert cause_of_end([start, end]) is None
-    assert cause_of_end([start, {**end, "was_asked_to_stop": True}]) == "asked to stop"
+    assert exit_reason([]) is None
+    assert exit_reason([start]) == "ended without an error message, as by SIGKILL"
+    assert exit_reason([start, failure]) == "ValueError: no"
+    assert exit_reason([start, failure, {**failure, "cause": "lost"}]) == "ValueError: no"
+    assert exit_reason([start, end]) is None
+    assert exit_reason([start, {**end, "stop_requested": True}]) == "stop requested"
 
 
-def test_a_stop_that_was_asked_for_is_no_failure() -> None:
+def test_a_requested_stop_is_not_a_failure() -> None:
     history = [
         {"time": 0.0, "event": "start", "step": 0},
         {"time": 5.0, "event": "save", "step": 10, "blocked_s": 1.0},
-        {"time": 9.0, "event": "start", "step": 10, "cause": "asked to stop"},
+        {"time": 9.0, "event": "start", "step": 10, "cause": "stop requested"},
     ]
-    assert goodput(history, METRICS, 10.0).best_interval_s is None
+    assert goodput(history, METRICS, 10.0).optimal_interval_s is None
 
 
-def test_a_history_survives_a_line_cut_short(tmp_path: Path) -> None:
+def test_truncated_lines_are_ignored(tmp_path: Path) -> None:
     history = History(tmp_path / "history.jsonl")
     history.write("start", 0)
     with (tmp_path / "history.jsonl").open("a") as file:
         file.write('{"time": 3.0, "eve\n')
     history.write("save", 5, blocked_s=0.1)
-    assert [line["event"] for line in history.lines()] == ["start", "save"]
-    assert History(None).lines() == []
+    assert [event["event"] for event in history.events()] == ["start", "save"]
+    assert History(None).events() == []

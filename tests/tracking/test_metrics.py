@@ -8,7 +8,7 @@ from pathlib import Path
 from longspan.tracking import MetricsFile
 
 
-def test_resume_drops_later_lines_and_what_is_no_line(tmp_path: Path) -> None:
+def test_resuming_drops_later_and_malformed_lines(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     kept = [{"step": 1, "loss": 2.0}, {"step": 2, "validation_loss": 1.5}]
     path.write_bytes(
@@ -21,7 +21,7 @@ def test_resume_drops_later_lines_and_what_is_no_line(tmp_path: Path) -> None:
     assert found == [*kept, {"step": 3, "loss": 0.5}]
 
 
-def test_what_is_no_number_is_null(tmp_path: Path) -> None:
+def test_non_finite_values_become_null(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl", step=0) as metrics:
         metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
     text = (tmp_path / "metrics.jsonl").read_text()
