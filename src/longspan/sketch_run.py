@@ -22,17 +22,14 @@ from longspan.data import Sample, Source, collate, open_source
 from longspan.errors import UserError
 from longspan.files import sha256_of
 from longspan.models import Decoder
-from longspan.parallel.placement import Placement
-from longspan.parallel.world import World
 from longspan.runfile import load_run, parse_run, saved_run_file
 from longspan.sketching import LowRankLinear, Report, SKLinear, sketch
 from longspan.sketching.conversion import Method
 from longspan.sketching.search import RankSearch, SearchResult
 from longspan.trained import load_trained
+from longspan.training.evaluation import validation_loss
 from longspan.training.folder import check_run_folder, open_run_folder
-from longspan.training.loop import evaluate
-from longspan.training.state import Scalars, resume_key, rng_states
-from longspan.training.stopping import Requests
+from longspan.training.state import SavedState, resume_key, rng_states
 
 
 @dataclass(frozen=True)
@@ -48,9 +45,8 @@ class TrainedRun:
 
     def loss(self) -> float:
         """The validation loss, in nats per token."""
-        alone, device = Placement(self.run.layout, World(), None), self.model.norm.weight.device
-        with torch.no_grad():
-            loss = evaluate(self.model, self.validation, self.run, device, Requests(None), alone)
+        device = self.model.norm.weight.device
+        loss = validation_loss(self.model, self.validation, self.run.train, device)
         assert loss is not None
         return loss
 
@@ -202,13 +198,13 @@ def _write(trained: TrainedRun, out: Path, linear: str, terms: int) -> None:
     run = parse_run(run.model_dump(mode="json", exclude_none=True), world=None)  # validate it
     newest = latest(trained.run_dir / CHECKPOINTS)
     assert newest is not None
-    old = Scalars.model_validate(open_checkpoint(newest).state)
+    old = SavedState.model_validate(open_checkpoint(newest).state)
     open_run_folder(run, out, torch.device("cpu"), source)
     weights = {f"model/{name}": p.detach().cpu() for name, p in model.named_parameters()}
     weights |= {f"rng/{name}": x for name, x in rng_states().items()}
     shards = {name: TensorShard.full(x) for name, x in weights.items()}
-    trained_with = resume_key(run, source)
-    state = Scalars(samples=old.samples, skips=old.skips, scaler={}, trained_with=trained_with)
+    key = resume_key(run, source)
+    state = SavedState(samples=old.samples, skips=old.skips, scaler={}, resume_key=key)
     save(out / CHECKPOINTS, 0, shards, state.model_dump(mode="json"))
 
 

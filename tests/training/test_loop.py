@@ -26,7 +26,7 @@ SMALL = [
     "attention.segment_lengths=[16,64]",
     "attention.dilation_rates=[1,4]",
     "data.context=64",
-    "train.warmup=2",
+    "train.warmup_steps=2",
     "train.eval_samples=3",
     "track.log_every=1",
     "track.prompt=",
@@ -211,7 +211,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_never_saved(
     shards: Path, tmp_path: Path, log_every: int
 ) -> None:
     # With log_every 1000 the first checkpoint is due long before the first line of metrics.
-    options = ["train.steps=50", "train.lr=1e30", "train.warmup=0", "train.grad_clip=0"]
+    options = ["train.steps=50", "train.lr=1e30", "train.warmup_steps=0", "train.grad_clip=0"]
     options += [f"track.log_every={log_every}", "checkpoint.every=7"]
     with pytest.raises(Diverged, match=r"lower train\.lr"):
         train(small_run(shards, *options), tmp_path / "run")
@@ -219,7 +219,7 @@ def test_a_loss_that_is_no_number_ends_the_run_and_is_never_saved(
 
 
 def test_weights_that_overflow_in_the_last_step_are_not_saved(shards: Path, tmp_path: Path) -> None:
-    options = ["train.steps=1", "train.lr=1e38", "train.warmup=0", "train.grad_clip=0"]
+    options = ["train.steps=1", "train.lr=1e38", "train.warmup_steps=0", "train.grad_clip=0"]
     with pytest.raises(Diverged, match="weights are not finite"):
         train(small_run(shards, *options), tmp_path / "run")
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.checkpoint import Part, open_checkpoint, remove_leftovers, save, writing
+from longspan.checkpoint import TensorShard, open_checkpoint, remove_leftovers, save, writing
 from longspan.cli import main
 from longspan.errors import Stopped, UserError
 from longspan.parallel.world import World
@@ -230,11 +230,11 @@ def test_checkpoints_are_listed_checked_and_removed(
     file.write_bytes(content)
     assert main(["checkpoint", "verify", run_dir]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.endswith("whole") for line in lines] == [True, False, True]
+    assert [line.endswith("intact") for line in lines] == [True, False, True]
     assert "model-00000.safetensors is damaged" in lines[1]
     assert main(["checkpoint", "rm", run_dir, "3"]) == 2
     assert main(["checkpoint", "rm", run_dir, "2", "6"]) == 2
-    assert "step 6 would be the last whole checkpoint to go" in capsys.readouterr().err
+    assert "step 6 is the last intact checkpoint" in capsys.readouterr().err
     assert main(["checkpoint", "rm", run_dir, "2", "4"]) == 0
     assert checkpoints(tmp_path / "run") == ["step-00000006"]
     assert main(["checkpoint", "verify", run_dir, "--json"]) == 0
@@ -251,17 +251,17 @@ def rank_that_cannot_read(rank: int, world: int, run_dir: str, kind: str) -> str
     def stay(path: Path) -> Path:
         raise OSError(30, "Read-only file system")
 
-    real = reading.sha256_of, state.set_aside
+    real = reading.sha256_of, state.quarantine
     if kind == "read" and rank == 1:
         reading.sha256_of = fail
     if kind == "aside":
-        state.set_aside = stay
+        state.quarantine = stay
     run = run_of(world, *SHORT, EVERY, "layout.zero=3")
     try:
         with pytest.raises(UserError) as caught:
             train(run, Path(run_dir), resume=True, world=World(rank, world, rank))
     finally:
-        reading.sha256_of, state.set_aside = real
+        reading.sha256_of, state.quarantine = real
     return str(caught.value)
 
 
@@ -276,13 +276,13 @@ def test_what_may_pass_ends_all_ranks_and_nothing_is_set_aside(
         if kind in ("aside", "all bad"):
             manifest.unlink()
         if kind == "another version":
-            manifest.write_text(manifest.read_text().replace("checkpoint-2", "checkpoint-3"))
+            manifest.write_text(manifest.read_text().replace("checkpoint-3", "checkpoint-9"))
     said = ranks.run(rank_that_cannot_read, 2, str(tmp_path / "run"), kind, timeout=60)
     expected = {
         "read": ("another rank could not read", "Input/output error"),
         "aside": ("Read-only file system", "cannot use the checkpoint"),
         "all bad": ("is whole; 2 were set aside",) * 2,
-        "another version": ("it is of the format longspan-checkpoint-3",) * 2,
+        "another version": ("its format is longspan-checkpoint-9",) * 2,
     }
     assert all(part in text for part, text in zip(expected[kind], said, strict=True))
     after = checkpoints(tmp_path / "run")
@@ -319,7 +319,7 @@ def test_a_request_that_cannot_be_removed_counts_once(tmp_path: Path) -> None:
 
 
 def test_a_kill_while_one_is_replaced_loses_neither(tmp_path: Path) -> None:
-    parts = {"model/a": Part.whole(torch.zeros(3))}
+    parts = {"model/a": TensorShard.full(torch.zeros(3))}
     path = save(tmp_path, 5, parts, {})
     path.rename(tmp_path / ".step-00000005.replaced")  # killed here
     (tmp_path / ".step-00000005.tmp").mkdir()

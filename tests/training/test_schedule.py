@@ -9,7 +9,7 @@ import pytest
 from longspan.config import Train
 from longspan.training.schedule import learning_rate
 
-BASE = {"steps": 100, "warmup": 10, "lr": 1.0, "min_lr": 0.1}
+BASE = {"steps": 100, "warmup_steps": 10, "lr": 1.0, "min_lr_ratio": 0.1}
 
 
 def rates(**options: object) -> list[float]:
@@ -19,7 +19,7 @@ def rates(**options: object) -> list[float]:
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine", "linear", "wsd"])
 def test_warmup_rises_linearly_to_the_peak(schedule: str) -> None:
-    found = rates(schedule=schedule, decay=20)
+    found = rates(schedule=schedule, decay_steps=20)
     assert found[:10] == pytest.approx([n / 10 for n in range(1, 11)])
     assert max(found) == pytest.approx(1.0)
 
@@ -33,7 +33,7 @@ def test_cosine_and_linear_fall_to_the_floor() -> None:
 
 
 def test_wsd_is_flat_and_then_falls() -> None:
-    found = rates(schedule="wsd", decay=20)
+    found = rates(schedule="wsd", decay_steps=20)
     assert found[10:80] == pytest.approx([1.0] * 70)
     assert found[90] == pytest.approx(0.55)
     assert found[99] == pytest.approx(1 - 0.9 * 19 / 20)
@@ -53,4 +53,4 @@ def test_rate_scales_with_the_batch() -> None:
 
 
 def test_no_warmup_starts_at_the_peak() -> None:
-    assert rates(schedule="cosine", warmup=0)[0] == pytest.approx(1.0)
+    assert rates(schedule="cosine", warmup_steps=0)[0] == pytest.approx(1.0)

@@ -11,12 +11,12 @@ import pytest
 HANG = """
 import sys, time
 from pathlib import Path
-from longspan.faults import reach
+from longspan.faults import fault_point
 from longspan.parallel.world import World
 from longspan.training.watchdog import Watchdog
 with Watchdog(Path(sys.argv[1]), World(), 1.0, 0):
     if sys.argv[2] == "reached":
-        reach("data")
+        fault_point("data")
     time.sleep(60)
 """
 

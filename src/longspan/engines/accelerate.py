@@ -1,105 +1,97 @@
-"""Hugging Face Accelerate: plain data parallelism (DDP), FSDP2, or DeepSpeed, by its Accelerator.
+"""The Accelerate engine: plain data parallelism (DDP), FSDP2 or DeepSpeed, by its Accelerator.
 
-Accelerate changes modes without a word: on a CPU its FSDP plugin becomes DDP and its DeepSpeed
-plugin nothing, and its launcher may start fewer processes than it was asked for. So what it has
-made is looked at, and a run that is not what the run file says is refused.
+Accelerate changes modes silently: on a CPU its FSDP plugin becomes DDP and its DeepSpeed plugin has
+no effect, and its launcher may start fewer processes than asked for. So the result is inspected,
+and a run that is not what the run file says is refused.
 
 Loss, optimizer, schedule and clipping are ours, as under every engine.
 """
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from longspan.config import Run
-from longspan.engines.deepspeed import DeepSpeed
-from longspan.engines.native import Native
+from longspan.config import Train
+from longspan.engines.deepspeed import DeepSpeedEngine
+from longspan.engines.native import NativeEngine
 from longspan.engines.optimizer import build_optimizer
-from longspan.engines.protocol import Engine
-from longspan.engines.settings import Settings, mode_of
+from longspan.engines.settings import Settings
 from longspan.errors import UserError
-from longspan.models import build_decoder
-from longspan.parallel.activation_checkpointing import rematerialised
-from longspan.parallel.pipeline import Around
-from longspan.parallel.placement import Placement
+from longspan.models import Decoder
+from longspan.models.decoder import initialize
+from longspan.parallel.apply import apply_to_blocks
+from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.pipeline import ForwardContext
 
-TYPES = {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}
-"""What Accelerate calls the modes, beside those of plain data parallelism."""
-
-
-def accelerated(
-    run: Run, placed: Placement, device: torch.device, around: Around = nullcontext
-) -> Engine:
-    """The engine of the mode that the run file asks Accelerate for."""
-    mode = mode_of(run, placed.world.size)
-    if mode == "deepspeed":
-        return AccelerateDeepSpeed(run, placed, device, around)
-    return Accelerate(run, placed, device, around, mode)
+DISTRIBUTED_TYPES = {
+    "plain": ("NO", "MULTI_CPU", "MULTI_GPU"),
+    "fsdp2": ("FSDP",),
+    "deepspeed": ("DEEPSPEED",),
+}
+"""Accelerate's names for the modes."""
 
 
-class Accelerate(Native):
-    """Plain and FSDP2: a step is the native one, on a model that Accelerate has prepared."""
+class AccelerateEngine(NativeEngine):
+    """Modes "plain" and "fsdp2": the native step, on a model that Accelerate has prepared."""
 
     def __init__(
-        self, run: Run, placed: Placement, device: torch.device, around: Around, mode: str
+        self,
+        model: Decoder,
+        mesh: ParallelMesh,
+        train: Train,
+        device: torch.device,
+        forward_context: ForwardContext,
+        mode: str,
     ) -> None:
         library = _import()
-        self._run, self._placed, self._device, self._around = run, placed, device, around
+        self._prepare(model, mesh, train, device, forward_context)
         plugin = None
         if mode == "fsdp2":
             plugin = library.FullyShardedDataParallelPlugin(
                 fsdp_version=2,
-                reshard_after_forward=placed.zero == 3,
+                reshard_after_forward=mesh.zero == 3,
                 auto_wrap_policy="transformer_based_wrap",
                 transformer_cls_names_to_wrap=["Block"],
                 cpu_ram_efficient_loading=False,
             )
         self._accelerator = _accelerator(library, device, fsdp_plugin=plugin)
-        _check(self._accelerator, mode, placed)
-        self.model = build_decoder(run, device)
-        for index, block in enumerate(self.model.blocks):
-            if run.train.compile is True:
-                block.compile(fullgraph=True)
-            self.model.blocks[index] = rematerialised(block, run.train)
-        self.module: nn.Module
-        self.module, optimizer = self._accelerator.prepare(
-            self.model, build_optimizer(self.model, run.train)
-        )
+        _check(self._accelerator, mode, mesh.world.size)
+        initialize(model, train.seed, device)
+        apply_to_blocks(model, train)
+        self.module, optimizer = self._accelerator.prepare(model, build_optimizer(model, train))
         wrapper = {"fsdp2": FSDPModule, "plain": DistributedDataParallel}[mode]
-        wraps = placed.world.size > 1 or mode == "fsdp2"
-        if wraps and not isinstance(self.module, wrapper):
+        is_wrapped = mesh.world.size > 1 or mode == "fsdp2"
+        if is_wrapped and not isinstance(self.module, wrapper):
             raise UserError(
-                f"Accelerate was asked for {wrapper.__name__} over {placed.world.size} processes "
-                f"and made a {type(self.module).__name__}: use another engine.mode"
+                f"expected {wrapper.__name__} over {mesh.world.size} processes from Accelerate, "
+                f"got {type(self.module).__name__}: use another engine.mode"
             )
         if mode == "fsdp2":
-            register_fsdp_forward_method(self.model, "next_logits")
+            register_fsdp_forward_method(model, "next_logits")
         self.optimizer = optimizer.optimizer
-        self.scaler = placed.scaler(device, enabled=run.train.precision == "fp16")
 
     def _backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)
 
-    def _writes(self, x: Tensor) -> bool:
-        # Accelerate's mesh has one axis: a rank that holds a part is the only one.
-        return isinstance(x, DTensor) or self._placed.writes(x)
+    def _saves(self, x: Tensor) -> bool:
+        # Accelerate's mesh has one axis: each shard lies on one rank only.
+        return isinstance(x, DTensor) or super()._saves(x)
 
 
-class AccelerateDeepSpeed(DeepSpeed):
-    """DeepSpeed's engine, which Accelerate has made from the same settings."""
+class AccelerateDeepSpeedEngine(DeepSpeedEngine):
+    """Mode "deepspeed": DeepSpeed's engine, made by Accelerate from the same settings."""
 
     def _initialize(self, settings: Settings) -> Any:
         library = _import()
         plugin = library.DeepSpeedPlugin(hf_ds_config=settings)
         accelerator = _accelerator(library, self._device, deepspeed_plugin=plugin)
-        _check(accelerator, "deepspeed", self._placed)
+        _check(accelerator, "deepspeed", self._mesh.world.size)
         engine, _ = accelerator.prepare(self.model, self.optimizer)
         return engine
 
@@ -115,8 +107,8 @@ def _import() -> Any:
 
 
 def _accelerator(library: Any, device: torch.device, **plugins: Any) -> Any:
-    # Our own autocast and accumulation, whatever Accelerate's configuration file says. The only
-    # buffers are signs of sketched layers, which every rank has.
+    # Autocast and gradient accumulation are ours, whatever Accelerate's configuration file says.
+    # The only buffers are the signs of sketched layers, which every rank has.
     return library.Accelerator(
         cpu=device.type == "cpu",
         mixed_precision="no",
@@ -126,13 +118,14 @@ def _accelerator(library: Any, device: torch.device, **plugins: Any) -> Any:
     )
 
 
-def _check(accelerator: Any, mode: str, placed: Placement) -> None:
+def _check(accelerator: Any, mode: str, world: int) -> None:
+    """Refuse an Accelerator that runs other processes or another mode than asked for."""
     found, size = accelerator.distributed_type.value, accelerator.num_processes
-    expected = ("NO", "MULTI_CPU", "MULTI_GPU") if mode == "plain" else (TYPES[mode],)
-    if size != placed.world.size:
+    expected = DISTRIBUTED_TYPES[mode]
+    if size != world:
         raise UserError(
-            f"Accelerate runs {size} processes and there are {placed.world.size}: start them with "
-            "longspan train --nproc, or torchrun"
+            f"expected {world} processes, but Accelerate runs {size}: start them with longspan "
+            "train --nproc or torchrun"
         )
     if found not in expected:
         advice = (
@@ -141,6 +134,6 @@ def _check(accelerator: Any, mode: str, placed: Placement) -> None:
             else "its own configuration asks for another one"
         )
         raise UserError(
-            f'engine.mode "{mode}" is {" or ".join(expected)} to Accelerate, and it has made '
+            f'engine.mode = "{mode}" needs {" or ".join(expected)} from Accelerate, but it set up '
             f"{found}: {advice}"
         )

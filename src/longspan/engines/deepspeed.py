@@ -1,12 +1,12 @@
-"""DeepSpeed: ZeRO 0 to 3, with optimizer state and parameters offloaded where the run file says.
+"""The DeepSpeed engine: ZeRO 0 to 3, with optimizer state and parameters offloaded on request.
 
 The loss is ours, the sum over all tokens of a step; so are the optimizer (PyTorch's fused AdamW),
 its groups and its learning rate. DeepSpeed averages gradients over the ranks, as DDP does, clips
-them and calls the optimizer; between the two it is asked whether the step is to be taken.
+them and calls the optimizer; a hook before that call decides whether the step is skipped.
 
-What a rank holds of a parameter is a stretch of its flattened values: with ZeRO-3 an equal share of
-each, with ZeRO-1 and 2 what of it falls into an equal share of all. Checkpoints hold it as boxes,
-and no rank ever makes a whole copy.
+A rank holds a contiguous range of each flattened parameter: with ZeRO-3 an equal share of each,
+with ZeRO-1 and 2 what falls into an equal share of them all. Checkpoints store it as regions, and
+no rank ever gathers a full copy.
 """
 
 from __future__ import annotations
@@ -16,92 +16,88 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.attention import KVCache, pattern_of
-from longspan.checkpoint import Box, Part
-from longspan.config import Run
-from longspan.data import Sample, batch_of
+from longspan.attention import KVCache
+from longspan.checkpoint import Region, TensorShard
+from longspan.config import Train
+from longspan.data import Sample, collate
+from longspan.engines.deepspeed_internals import Fragment, ZeroPartitions, silence
+from longspan.engines.loss_scale import LossScale
 from longspan.engines.optimizer import build_optimizer
-from longspan.engines.protocol import Judge, Read, Reader
-from longspan.engines.scaling import LossScale
-from longspan.engines.settings import Settings, deepspeed_settings
+from longspan.engines.protocol import InferenceModel, ReadTensor, StepCheck
+from longspan.engines.settings import Settings
 from longspan.errors import UserError
-from longspan.models import Decoder, build_decoder, parameter_shapes
-from longspan.models.decoder import initial_weight
+from longspan.models import Decoder, parameter_shapes
+from longspan.models.decoder import initial_weight, initialize
 from longspan.nn import logits_of
-from longspan.parallel.activation_checkpointing import rematerialised
-from longspan.parallel.pipeline import Around
-from longspan.parallel.placement import Placement
+from longspan.parallel.apply import apply_to_blocks, named_parameters
+from longspan.parallel.grad_norm import clip_grad_norm
+from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.pipeline import ForwardContext
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True)
-class Held:
-    """A parameter of which this rank holds `count` values, from `start` of them all.
-
-    What DeepSpeed keeps beside a parameter are attributes of it that no type knows.
-    """
+class LocalParameter(NamedTuple):
+    """A parameter of which this rank holds a fragment."""
 
     name: str
-    parameter: Any
-    start: int
-    count: int
-    group: int
-    """Of those that are updated together…"""
-    place: int
-    """…and where in its flat tensor the values begin."""
+    parameter: nn.Parameter
+    fragment: Fragment
+    regions: list[Region]
+    """The fragment as regions of the full tensor."""
 
 
-class DeepSpeed:
-    """`around`: the context of a forward pass in training."""
+class DeepSpeedEngine:
+    """Trains a model like `model`, which comes on the meta device."""
 
     def __init__(
-        self, run: Run, placed: Placement, device: torch.device, around: Around = nullcontext
+        self,
+        model: Decoder,
+        mesh: ParallelMesh,
+        train: Train,
+        device: torch.device,
+        forward_context: ForwardContext,
+        settings: Settings,
     ) -> None:
-        settings = deepspeed_settings(run, placed.world.size)
         self._deepspeed = _import(device)
-        self._run, self._placed, self._device, self._around = run, placed, device, around
+        self._mesh, self._device, self._forward_context = mesh, device, forward_context
+        self._seed, self._micro_batch = train.seed, train.micro_batch
+        self._max_norm = train.grad_clip or math.inf
         self._stage: int = settings["zero_optimization"]["stage"]
-        self._shapes = parameter_shapes(run)
+        self.shapes = parameter_shapes(model)
         for key in ("optimizer", "scheduler"):  # ours
             settings.pop(key, None)
-        if self._stage == 0:  # which would clip and not tell the norm
+        if self._stage == 0:  # where DeepSpeed would clip, but not return the norm
             settings["gradient_clipping"] = 0.0
-        _join(placed, device)
+        _init_process_group(mesh, device)
         self._deepspeed.init_distributed(verbose=False)
-        self.model = self._build(settings)
-        for index, block in enumerate(self.model.blocks):
-            if run.train.compile is True:
-                block.compile(fullgraph=True)
-            self.model.blocks[index] = rematerialised(block, run.train)
-        self.optimizer = build_optimizer(self.model, run.train)
+        self.model = self._build(model, settings)
+        apply_to_blocks(self.model, train)
+        self.optimizer = build_optimizer(self.model, train)
         self.optimizer.register_step_pre_hook(self._before_update)
         self._engine = self._initialize(settings)
-        self._zero = self._engine.optimizer
+        self._partitions = ZeroPartitions(self._engine, self._stage, mesh.world.rank)
         self.module: nn.Module = self._engine
-        self._scale = LossScale(enabled=run.train.precision == "fp16")
-        if self._scale.enabled:  # ours, and none of its own: those do not unscale what they clip
-            self._engine.torch_autocast_z0_gradscaler = None
-            self._zero.torch_autocast_gradscaler = None
-        self._judge: Judge | None = None
+        self._scale = LossScale(enabled=train.precision == "fp16")
+        if self._scale.enabled:
+            self._partitions.disable_grad_scaler()
+        self._must_skip: StepCheck | None = None
         self._norm: Tensor | None = None
         if self._stage == 3:
-            self.load_weights(self._drawn)
+            self.load_weights(self._initial_weight)
 
-    def _build(self, settings: Settings) -> Decoder:
-        run = self._run
+    def _build(self, model: Decoder, settings: Settings) -> Decoder:
         if self._stage < 3:
-            return build_decoder(run, self._device)
-        with self._deepspeed.zero.Init(config_dict_or_path=settings):  # module by module
-            return Decoder(run.model, pattern_of(run.attention), run.data.context)
+            initialize(model, self._seed, self._device)
+            return model
+        with self._deepspeed.zero.Init(config_dict_or_path=settings):  # shards module by module
+            return Decoder(model.config, model.pattern, model.context)
 
     def _initialize(self, settings: Settings) -> Any:
         engine, *_ = self._deepspeed.initialize(
@@ -109,124 +105,113 @@ class DeepSpeed:
         )
         return engine
 
-    def _drawn(self, name: str, box: Box) -> Tensor:
-        """A part of an initial weight."""
-        shape = self._shapes[name]
-        whole = initial_weight(self._run.model, self._run.train.seed, name, torch.Size(shape))
-        return whole[box.slices_of(Box.whole(shape))]
+    def _initial_weight(self, name: str, region: Region) -> Tensor:
+        shape = self.shapes[name]
+        full = initial_weight(self.model.config, self._seed, name, torch.Size(shape))
+        return full[region.slices_within(Region.full(shape))]
 
     @property
-    def reader(self) -> Reader:
-        return _Gathering(self.model, self._deepspeed) if self._stage == 3 else self.model
+    def inference_model(self) -> InferenceModel:
+        return _Zero3Model(self.model, self._deepspeed) if self._stage == 3 else self.model
 
     def backward(self, samples: list[Sample], scale: Tensor) -> Tensor:
-        total, size = torch.zeros((), device=self._device), self._run.train.micro_batch
+        total, size = torch.zeros((), device=self._device), self._micro_batch
         factor = self._scale.factor
-        if self._stage > 0 and self._scale.enabled:  # it scales losses and unscales gradients
-            self._zero.override_loss_scale(factor)
+        if self._stage > 0 and self._scale.enabled:  # DeepSpeed scales the loss
+            self._partitions.set_loss_scale(factor)
             factor = 1.0
         for start in range(0, len(samples), size):
-            batch = batch_of(samples[start : start + size], self._device)
+            batch = collate(samples[start : start + size], self._device)
             self._engine.set_gradient_accumulation_boundary(start + size >= len(samples))
-            with self._around():
+            with self._forward_context():
                 loss = self._engine(batch.tokens, batch.targets) * scale
-            # `scale` is of the whole step, not of a micro-batch.
+            # `scale` is that of the whole step, not of a micro-batch.
             self._engine.backward(loss * factor, scale_wrt_gas=False)
             total += loss.detach()
         return total
 
-    def step(self, judge: Judge) -> Tensor:
-        self._judge, self._norm = judge, None
+    def step(self, must_skip: StepCheck) -> Tensor:
+        self._must_skip, self._norm = must_skip, None
         if self._stage == 0:
             for parameter in self.model.parameters() if self._scale.enabled else ():
                 if parameter.grad is not None:
                     parameter.grad /= self._scale.factor
-            clip = self._run.train.grad_clip or math.inf
-            self._decide(self._placed.clip_gradients(self.model, clip))
+            self._check_step(clip_grad_norm(self.model, self._mesh, self._max_norm))
         self._engine.step()
-        if self._norm is None:  # DeepSpeed skips steps whose gradients are no numbers itself
-            self._decide(torch.tensor(math.inf, device=self._device))
+        if self._norm is None:  # DeepSpeed itself skips steps with non-finite gradients
+            self._check_step(torch.tensor(math.inf, device=self._device))
         assert self._norm is not None
         if self._scale.enabled:
             self._scale.update(overflows=not math.isfinite(self._norm))
         return self._norm
 
     def _before_update(self, *_: object) -> None:
-        """Called by the optimizer, which DeepSpeed calls for one group after another."""
+        """Called by the optimizer, which DeepSpeed steps for one group after another."""
         if self._norm is None:
-            self._decide(torch.as_tensor(self._zero._global_grad_norm, device=self._device))
+            norm = self._partitions.grad_norm
+            self._check_step(torch.as_tensor(norm, device=self._device))
 
-    def _decide(self, norm: Tensor) -> None:
-        assert self._judge is not None
+    def _check_step(self, norm: Tensor) -> None:
+        assert self._must_skip is not None
         self._norm = norm.float()
-        is_bad = self._judge(self._norm, overflows=self._scale.enabled)
+        skip = self._must_skip(self._norm, may_overflow=self._scale.enabled)
         if self._scale.enabled:
-            is_bad = torch.maximum(is_bad, (~self._norm.isfinite()).float())
-        self.optimizer.found_inf = is_bad  # type: ignore[attr-defined]
+            skip = torch.maximum(skip, (~self._norm.isfinite()).float())
+        self.optimizer.found_inf = skip  # type: ignore[attr-defined]
 
     def is_finite(self) -> bool:
-        return all(bool(self._values(held).isfinite().all()) for held in self._each())
+        return all(bool(self._values(x).isfinite().all()) for x in self._local_parameters())
 
-    def parts(self) -> dict[str, Part]:
-        own: dict[str, Part] = {}
-        states = self.optimizer.state
-        keys = [None, *(MOMENTS if states else ())]
-        for held in self._each() if self._stage or self._placed.world.is_main else ():
+    def tensor_shards(self) -> dict[str, TensorShard]:
+        shards: dict[str, TensorShard] = {}
+        state, is_main = self.optimizer.state, self._mesh.world.is_main
+        keys = [None, *(MOMENTS if state else ())]
+        for local in self._local_parameters() if self._stage or is_main else ():
             for key in keys:
-                name = f"model/{held.name}" if key is None else f"optimizer/{held.name}.{key}"
-                values = self._values(held, key)
-                if self._is_swapped(held.group):
+                name = f"model/{local.name}" if key is None else f"optimizer/{local.name}.{key}"
+                values = self._values(local, key)
+                if self._partitions.is_swapped(local.fragment.group):
                     values = values.clone()
-                own |= self._boxed(name, held, values)
-        if states and self._placed.world.is_main:
-            step = Part.whole(next(iter(states.values()))["step"])
-            own |= {f"optimizer/{name}.step": step for name in self._shapes}
-        return own
+                shards |= self._shards(name, local, values)
+        if state and is_main:
+            step = TensorShard.full(next(iter(state.values()))["step"])
+            shards |= {f"optimizer/{name}.step": step for name in self.shapes}
+        return shards
 
-    def _boxed(self, name: str, held: Held, values: Tensor) -> dict[str, Part]:
-        shape = self._shapes[held.name]
-        found, at = {}, 0
-        for number, box in enumerate(Box.of_stretch(held.start, held.start + held.count, shape)):
-            count = math.prod(box.shape)
-            part = values[at : at + count].view(box.shape)
-            found[f"{name}#{number}" if number else name] = Part(part, shape, box)
-            at += count
-        return found
-
-    @torch.no_grad()
-    def load_weights(self, read: Read) -> None:
-        for held in self._each(changes=True):
-            self._values(held).copy_(self._read(held, held.name, read))
-        if self._stage in (1, 2):
-            self._zero.update_lp_params()
-        if self._stage == 3:
-            for group in range(len(self._flats())):
-                with self._swapped_in(group, changes=False):
-                    self._zero._reassign_or_swap_out_partitioned_parameters(group)
-            if whole := self._zero.persistent_parameters:
-                whole[0].partition(whole)
-                whole[0].all_gather(whole)
+    def _shards(self, name: str, local: LocalParameter, values: Tensor) -> dict[str, TensorShard]:
+        """A fragment's values as shards, one per region."""
+        sizes = [math.prod(region.shape) for region in local.regions]
+        shards = {}
+        for i, (part, region) in enumerate(
+            zip(torch.split(values, sizes), local.regions, strict=True)
+        ):
+            shard = TensorShard(part.view(region.shape), self.shapes[local.name], region)
+            shards[f"{name}#{i}" if i else name] = shard
+        return shards
 
     @torch.no_grad()
-    def load_moments(self, found: Iterable[tuple[str, str, bool]], read: Read) -> None:
-        kept = {(name, key) for name, key, _ in found}
-        if not kept:
+    def load_weights(self, read: ReadTensor) -> None:
+        for local in self._local_parameters(writes=True):
+            self._values(local).copy_(_read(local, local.name, read))
+        self._partitions.update_parameters()
+
+    @torch.no_grad()
+    def load_optimizer(self, entries: Iterable[tuple[str, str, bool]], read: ReadTensor) -> None:
+        saved = {(name, key) for name, key, _ in entries}
+        if not saved:
             return
-        step = read(f"{next(iter(self._shapes))}.step", Box.whole(()))
-        for group, flat in enumerate(self._flats()):
+        step = read(f"{next(iter(self.shapes))}.step", Region.full(()))
+        for group, flat in enumerate(self._flat()):
             state = self.optimizer.state[flat]
             if not state:
-                with self._swapped_in(group, changes=True):
+                with self._partitions.swapped_in(group, writes=True):
                     state |= {key: torch.zeros_like(flat) for key in MOMENTS}
             state["step"] = step.to(flat.device, copy=True)
-        for held in self._each(changes=True):
+        for local in self._local_parameters(writes=True):
             for key in MOMENTS:
-                if (held.name, key) in kept:
-                    self._values(held, key).copy_(self._read(held, f"{held.name}.{key}", read))
-
-    def _read(self, held: Held, name: str, read: Read) -> Tensor:
-        boxes = Box.of_stretch(held.start, held.start + held.count, self._shapes[held.name])
-        return torch.cat([read(name, box).flatten() for box in boxes])
+                if (local.name, key) in saved:
+                    values = _read(local, f"{local.name}.{key}", read)
+                    self._values(local, key).copy_(values)
 
     def scaler_state(self) -> dict[str, float]:
         return self._scale.state()
@@ -234,67 +219,37 @@ class DeepSpeed:
     def load_scaler_state(self, state: dict[str, float]) -> None:
         self._scale.load(state)
 
-    def _flats(self) -> list[Tensor]:
-        """What the optimizer updates."""
-        if self._stage == 0:
-            return list(self.model.parameters())
-        if self._stage == 3:
-            return list(self._zero.fp32_partitioned_groups_flat)
-        return list(self._zero.single_partition_of_fp32_groups)
+    def _flat(self) -> list[Tensor]:
+        """The tensors that the optimizer updates."""
+        return list(self.model.parameters()) if self._stage == 0 else self._partitions.flat()
 
-    def _held(self) -> Iterator[Held]:
-        parameter: Any
-        for name, parameter in self._placed.named_parameters(self.model):
-            start, count, group, place = 0, math.prod(self._shapes[name]), 0, 0
-            if self._stage == 3:
-                share = parameter.ds_tensor.ds_numel  # the last one's is filled up
-                start = self._placed.world.rank * share
-                count = max(0, min(share, count - start))
-                group, place, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
-            elif self._stage > 0:
-                here = parameter._hp_mapping
-                if here is None:
-                    continue
-                start, count = here.lp_fragment_address.start, here.lp_fragment_address.numel
-                group, place = here.param_group_index, here.hp_fragment_address.start
-            if count:
-                yield Held(name, parameter, start, count, group, place)
-
-    def _each(self, *, changes: bool = False) -> Iterator[Held]:
-        """All of them, each with its values in memory until the next is asked for."""
-        groups: dict[int, list[Held]] = {}
-        for held in self._held():
-            groups.setdefault(held.group, []).append(held)
+    def _local_parameters(self, *, writes: bool = False) -> Iterator[LocalParameter]:
+        """Each with its values in memory until the next is asked for."""
+        groups: dict[int, list[LocalParameter]] = {}
+        for name, parameter in named_parameters(self.model):
+            shape = self.shapes[name]
+            fragment = self._partitions.fragment(parameter, shape)
+            if fragment is not None:
+                end = fragment.start + fragment.size
+                regions = list(Region.of_flat_range(fragment.start, end, shape))
+                local = LocalParameter(name, parameter, fragment, regions)
+                groups.setdefault(fragment.group, []).append(local)
         for group, members in groups.items():
-            with self._swapped_in(group, changes=changes):
+            with self._partitions.swapped_in(group, writes=writes):
                 yield from members
 
-    def _values(self, held: Held, key: str | None = None) -> Tensor:
-        """This rank's values of a parameter in 32 bits, or of one of its moments."""
-        flat = held.parameter if self._stage == 0 else self._flats()[held.group]
+    def _values(self, local: LocalParameter, key: str | None = None) -> Tensor:
+        """This rank's fp32 values of a parameter, or of one of its moments, flattened."""
+        fragment = local.fragment
+        flat = local.parameter if self._stage == 0 else self._flat()[fragment.group]
         values: Tensor = flat if key is None else self.optimizer.state[flat][key]
-        return values.detach().flatten().narrow(0, held.place, held.count)
-
-    def _is_swapped(self, group: int) -> bool:
-        """Whether ZeRO-3 keeps a group of parameters and their moments on a disk."""
-        return self._stage == 3 and bool(self._zero._swappable_optimizer_subgroup(group))
-
-    @contextmanager
-    def _swapped_in(self, group: int, *, changes: bool) -> Iterator[None]:
-        """Around what reads, or `changes`, a group. (DeepSpeed's own setters refuse such.)"""
-        if self._is_swapped(group):
-            self._zero._optimizer_states_and_gradient_swap_in(group)
-        try:
-            yield
-        finally:
-            if self._is_swapped(group) and changes:
-                self._zero._optimizer_states_and_gradient_swap_out(group)
-            elif self._is_swapped(group):
-                self._zero._release_swap_buffers(group)
+        return values.detach().flatten().narrow(0, fragment.offset, fragment.size)
 
 
-class _Gathering:
-    """A model whose parameters ZeRO-3 gathers where a module is called; its head is not."""
+class _Zero3Model:
+    """A ZeRO-3 model for inference: modules gather their parameters when called, the head does
+    not, because it is not called.
+    """
 
     def __init__(self, model: Decoder, deepspeed: Any) -> None:
         self._model, self._deepspeed = model, deepspeed
@@ -312,6 +267,11 @@ class _Gathering:
             return logits_of(last, self._model.head_weight)
 
 
+def _read(local: LocalParameter, name: str, read: ReadTensor) -> Tensor:
+    """The values of a fragment, flattened."""
+    return torch.cat([read(name, region).flatten() for region in local.regions])
+
+
 def _import(device: torch.device) -> Any:
     os.environ.setdefault("DS_ACCELERATOR", device.type)
     try:
@@ -321,18 +281,17 @@ def _import(device: torch.device) -> Any:
             'engine.name = "deepspeed" needs DeepSpeed: pip install "longspan[deepspeed]"'
         ) from error
     deepspeed.utils.logger.setLevel("WARNING")
-    for handler in deepspeed.utils.logger.handlers:  # the output is the run's own
+    for handler in deepspeed.utils.logger.handlers:  # stdout carries the run's own output
         handler.setStream(sys.stderr)
-    # It calls collectives by names that PyTorch is giving up, and says so at every step.
+    # It calls collectives by names that PyTorch deprecates, and warns at every step.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
-    # For inference alone; it would be compiled at the start of every first run.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    silence(deepspeed)
     return deepspeed
 
 
-def _join(placed: Placement, device: torch.device) -> None:
-    """DeepSpeed reads the environment, and wants a process group even for one process."""
-    world = placed.world
+def _init_process_group(mesh: ParallelMesh, device: torch.device) -> None:
+    """DeepSpeed reads the environment, and needs a process group even for one process."""
+    world = mesh.world
     for name, value in (
         ("RANK", world.rank),
         ("WORLD_SIZE", world.size),

@@ -1,114 +1,149 @@
-"""PyTorch itself: DDP, FSDP2, DTensor and pipelines as `parallel` lays them out."""
+"""The native engine: PyTorch's DDP, FSDP2, DTensor and pipelining, as `parallel` applies them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from contextlib import nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
-from longspan.checkpoint import Box, Part
-from longspan.config import Run
-from longspan.data import Sample, batch_of
-from longspan.engines.optimizer import build_optimizer, load_moment, moments, take_step
-from longspan.engines.protocol import Judge, Read, Reader
-from longspan.models import new_decoder
-from longspan.parallel.pipeline import Around, Pipelined
-from longspan.parallel.placement import Placement, local, offset_of
+from longspan.checkpoint import Region, TensorShard
+from longspan.config import Layout, Train
+from longspan.data import Sample, collate
+from longspan.engines.loss_scale import grad_scaler
+from longspan.engines.optimizer import (
+    build_optimizer,
+    load_optimizer_tensor,
+    optimizer_state,
+    step_unless,
+)
+from longspan.engines.protocol import InferenceModel, ReadTensor, StepCheck
+from longspan.models import Decoder, parameter_shapes
+from longspan.parallel.apply import materialize, named_parameters, parallelize
+from longspan.parallel.dtensor import local_offset, to_local
+from longspan.parallel.grad_norm import clip_grad_norm
+from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.pipeline import ForwardContext, PipelinedDecoder
+from longspan.parallel.sequence import local_tokens
 
 
-class Native:
-    """`around`: the context of a forward pass in training."""
+class NativeEngine:
+    """Trains `model`, which comes on the meta device."""
+
+    module: nn.Module
+    optimizer: torch.optim.Optimizer
 
     def __init__(
-        self, run: Run, placed: Placement, device: torch.device, around: Around = nullcontext
+        self,
+        model: Decoder,
+        mesh: ParallelMesh,
+        layout: Layout,
+        train: Train,
+        device: torch.device,
+        forward_context: ForwardContext = nullcontext,
     ) -> None:
-        self._run, self._placed, self._device, self._around = run, placed, device, around
-        self.model = new_decoder(run)
-        self.module: nn.Module = placed.place(self.model, run, device, around)
-        self.optimizer = build_optimizer(self.model, run.train)
-        self.scaler = placed.scaler(device, enabled=run.train.precision == "fp16")
+        self._prepare(model, mesh, train, device, forward_context)
+        module = parallelize(model, mesh, layout, train, forward_context)
+        self.module = materialize(module, model, mesh, layout, train, device)
+        self.optimizer = build_optimizer(model, train)
+
+    def _prepare(
+        self,
+        model: Decoder,
+        mesh: ParallelMesh,
+        train: Train,
+        device: torch.device,
+        forward_context: ForwardContext,
+    ) -> None:
+        self.model, self.shapes = model, parameter_shapes(model)
+        self._mesh, self._device, self._forward_context = mesh, device, forward_context
+        self._micro_batch, self._max_norm = train.micro_batch, train.grad_clip or math.inf
+        self.scaler = grad_scaler(mesh, device, enabled=train.precision == "fp16")
 
     @property
-    def reader(self) -> Reader:
-        return self.module if isinstance(self.module, Pipelined) else self.model
+    def inference_model(self) -> InferenceModel:
+        return self.module if isinstance(self.module, PipelinedDecoder) else self.model
 
     def backward(self, samples: list[Sample], scale: Tensor) -> Tensor:
-        placed, device = self._placed, self._device
-        if isinstance(self.module, Pipelined):
-            batch = batch_of(samples, device)
-            own = placed.own_tokens(batch.tokens), placed.own_tokens(batch.targets)
+        if isinstance(self.module, PipelinedDecoder):
             scaled = self.scaler.scale(scale)
-            return self.module.backward(*own, scaled) / (scaled / scale)
-        total, size = torch.zeros((), device=device), self._run.train.micro_batch
+            return self.module.backward(*self._batch(samples), scaled) / (scaled / scale)
+        total, size = torch.zeros((), device=self._device), self._micro_batch
         for start in range(0, len(samples), size):
-            batch = batch_of(samples[start : start + size], device)
-            own = placed.own_tokens(batch.tokens), placed.own_tokens(batch.targets)
-            total += self._micro_batch(*own, scale, is_last=start + size >= len(samples))
+            with self._gradient_sync(is_last=start + size >= len(samples)):
+                with self._forward_context():
+                    loss: Tensor = self.module(*self._batch(samples[start : start + size])) * scale
+                self._backward(self.scaler.scale(loss))
+            total += loss.detach()
         return total
 
-    def _micro_batch(
-        self, tokens: Tensor, targets: Tensor, scale: Tensor, *, is_last: bool
-    ) -> Tensor:
-        with self._placed.micro_batch(self.module, is_last=is_last):
-            with self._around():
-                loss: Tensor = self.module(tokens, targets) * scale
-            self._backward(self.scaler.scale(loss))
-        return loss.detach()
+    def _batch(self, samples: list[Sample]) -> tuple[Tensor, Tensor]:
+        """This rank's tokens and targets (batch, tokens)."""
+        batch = collate(samples, self._device)
+        return local_tokens(self.model, batch.tokens), local_tokens(self.model, batch.targets)
+
+    @contextmanager
+    def _gradient_sync(self, *, is_last: bool) -> Iterator[None]:
+        """Reduce gradients in this micro-batch if it is the last, or with ZeRO-2 and 3 in any."""
+        if isinstance(self.module, FSDPModule):
+            self.module.set_requires_gradient_sync(is_last or self._mesh.zero > 1)
+        accumulates = isinstance(self.module, DistributedDataParallel) and not is_last
+        with self.module.no_sync() if accumulates else nullcontext():  # type: ignore[operator]
+            yield
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def _writes(self, x: Tensor) -> bool:
-        """Whether it is this rank, of those that hold the same part of a tensor, that saves it."""
-        return self._placed.writes(x)
+    def _saves(self, x: Tensor) -> bool:
+        """Whether this rank is the one, of those that hold the same shard, that saves it."""
+        return self._mesh.saves(x)
 
-    def step(self, judge: Judge) -> Tensor:
+    def step(self, must_skip: StepCheck) -> Tensor:
         self.scaler.unscale_(self.optimizer)
-        norm = self._placed.clip_gradients(self.model, self._run.train.grad_clip or math.inf)
-        scales = self.scaler.is_enabled()
-        is_bad = judge(norm, overflows=scales)
-        if scales:  # which finds out about gradients that are no numbers itself
-            if not is_bad:
+        norm = clip_grad_norm(self.model, self._mesh, self._max_norm)
+        has_scaler = self.scaler.is_enabled()
+        skip = must_skip(norm, may_overflow=has_scaler)
+        if has_scaler:  # the scaler itself skips non-finite gradients
+            if not skip:
                 self.scaler.step(self.optimizer)
             self.scaler.update()
         else:
-            take_step(self.optimizer, is_bad)
+            step_unless(skip, self.optimizer)
         self.optimizer.zero_grad()
         return norm
 
     def is_finite(self) -> bool:
-        return all(bool(torch.isfinite(local(p)).all()) for p in self.model.parameters())
+        return all(bool(torch.isfinite(to_local(p)).all()) for p in self.model.parameters())
 
-    def parts(self) -> dict[str, Part]:
-        named = list(self._placed.named_parameters(self.model))
-        own: dict[str, Any] = {
-            f"model/{name}": parameter.detach()
-            for name, parameter in named
-            if not self._placed.is_copy(name, parameter, self.model)
-        }
-        for name, parameter in named:
-            if f"model/{name}" in own:
-                for key, value in moments(self.optimizer, parameter):
-                    own[f"optimizer/{name}.{key}"] = value
-        return {name: _part(x) for name, x in own.items() if self._writes(x)}
+    def tensor_shards(self) -> dict[str, TensorShard]:
+        tensors: dict[str, Any] = {}
+        for name, parameter in named_parameters(self.model):
+            if parameter is self.model.pipeline_copy:
+                continue
+            tensors[f"model/{name}"] = parameter.detach()
+            for key, value in optimizer_state(self.optimizer, parameter):
+                tensors[f"optimizer/{name}.{key}"] = value
+        return {name: _shard(x) for name, x in tensors.items() if self._saves(x)}
 
     @torch.no_grad()
-    def load_weights(self, read: Read) -> None:
-        for name, parameter in self._placed.named_parameters(self.model):
-            local(parameter).copy_(read(name, _box(parameter)))
+    def load_weights(self, read: ReadTensor) -> None:
+        for name, parameter in named_parameters(self.model):
+            to_local(parameter).copy_(read(name, _region(parameter)))
 
-    def load_moments(self, found: Iterable[tuple[str, str, bool]], read: Read) -> None:
-        of_parameter: dict[str, list[tuple[str, bool]]] = {}
-        for name, key, is_one in found:
-            of_parameter.setdefault(name, []).append((key, is_one))
-        for name, parameter in self._placed.named_parameters(self.model):
-            for key, is_one in of_parameter.get(name, []):
-                box = Box.whole(()) if is_one else _box(parameter)
-                load_moment(self.optimizer, parameter, key, read(f"{name}.{key}", box))
+    def load_optimizer(self, entries: Iterable[tuple[str, str, bool]], read: ReadTensor) -> None:
+        by_name: dict[str, list[tuple[str, bool]]] = {}
+        for name, key, is_scalar in entries:
+            by_name.setdefault(name, []).append((key, is_scalar))
+        for name, parameter in named_parameters(self.model):
+            for key, is_scalar in by_name.get(name, []):
+                region = Region.full(()) if is_scalar else _region(parameter)
+                value = read(f"{name}.{key}", region)
+                load_optimizer_tensor(self.optimizer, parameter, key, value)
 
     def scaler_state(self) -> dict[str, float]:
         state: dict[str, float] = self.scaler.state_dict()
@@ -119,10 +154,10 @@ class Native:
             self.scaler.load_state_dict(state)
 
 
-def _box(x: Tensor) -> Box:
-    """What of a tensor lies on this rank."""
-    return Box(start=offset_of(x), shape=tuple(local(x).shape))
+def _region(x: Tensor) -> Region:
+    """The region of a tensor that lies on this rank."""
+    return Region(start=local_offset(x), shape=tuple(to_local(x).shape))
 
 
-def _part(x: Tensor) -> Part:
-    return Part(local(x), tuple(x.shape), _box(x))
+def _shard(x: Tensor) -> TensorShard:
+    return TensorShard(to_local(x), tuple(x.shape), _region(x))

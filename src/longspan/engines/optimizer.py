@@ -1,8 +1,8 @@
-"""AdamW, with its moments in 32 bits or in 8, and their way to and from a checkpoint.
+"""AdamW with 32-bit or 8-bit moments, and its state to and from a checkpoint.
 
-A checkpoint holds 32-bit moments whatever the optimizer, so that a run can go on with either. Eight
-bits (torchao) are a code per value and a scale per 256 of them; tensors of fewer than 4,096 values
-on a rank stay in 32 bits.
+A checkpoint holds 32-bit moments whatever the optimizer, so that a run can resume with either.
+8-bit moments (torchao) are a code per value and a scale per 256 values; tensors with fewer than
+4,096 elements on a rank stay in 32 bits.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from torch.distributed.tensor import DTensor
 from longspan.config import Train
 from longspan.errors import UserError
 from longspan.models import Decoder
-from longspan.parallel.placement import laid_out, local
+from longspan.parallel.dtensor import from_local_like, to_local
 
 
 def build_optimizer(model: Decoder, train: Train) -> torch.optim.Optimizer:
-    """The run's optimizer; matrices decay, norms do not."""
-    # DeepSpeed's ZeRO-3 keeps a parameter's shape beside it, and of its values a flat part.
+    """The run's optimizer. Weight decay applies to matrices, not to norms and biases."""
+    # Under ZeRO-3 DeepSpeed flattens a parameter and keeps its shape in `ds_shape`.
     dims = [(len(getattr(p, "ds_shape", p.shape)), p) for p in model.parameters()]
     groups = [
         {"params": [p for dim, p in dims if dim > 1], "weight_decay": train.weight_decay},
@@ -54,62 +54,64 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def take_step(optimizer: torch.optim.Optimizer, is_bad: Tensor) -> None:
-    """Step unless `is_bad` is 1.0: a fused optimizer finds that out on the device."""
+def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
+    """Step unless `skip` is 1.0: a fused optimizer reads it on the device, without a sync."""
     if isinstance(optimizer, torch.optim.AdamW):
-        optimizer.found_inf = is_bad  # type: ignore[attr-defined]
+        optimizer.found_inf = skip  # type: ignore[attr-defined]
         optimizer.step()
-    elif not is_bad:
+    elif not skip:
         optimizer.step()
 
 
-def moments(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> Iterator[tuple[str, Any]]:
-    """What the optimizer keeps of a parameter, in 32 bits, laid out as the parameter is."""
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, parameter: nn.Parameter
+) -> Iterator[tuple[str, Any]]:
+    """The optimizer state of a parameter in 32 bits, with the parameter's placements."""
     for key, value in optimizer.state[parameter].items():
-        own = value.to_local() if isinstance(value, DTensor) else value
-        if type(own) is Tensor:
+        shard = value.to_local() if isinstance(value, DTensor) else value
+        if type(shard) is Tensor:
             yield key, value
         elif isinstance(value, DTensor):
             shape, stride = value.shape, value.stride()
             mesh, placements = value.device_mesh, value.placements
-            exact = own.dequantize()
-            yield key, DTensor.from_local(exact, mesh, placements, shape=shape, stride=stride)
+            values = shard.dequantize()
+            yield key, DTensor.from_local(values, mesh, placements, shape=shape, stride=stride)
         else:
-            yield key, own.dequantize()
+            yield key, shard.dequantize()
 
 
-def load_moment(
+def load_optimizer_tensor(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: Tensor
 ) -> None:
-    """The reverse of `moments`, for one of them: this rank's part of it."""
-    if value.dim() == 0:  # a fused optimizer keeps its step counter beside the parameter
+    """Load one entry of a parameter's optimizer state from this rank's shard of it."""
+    if value.dim() == 0:  # a fused optimizer keeps its step counter on the parameter's device
         is_fused = isinstance(optimizer, torch.optim.AdamW)
         optimizer.state[parameter][key] = value.to(parameter.device if is_fused else "cpu")
         return
-    placed = laid_out(value, parameter)
+    state = from_local_like(value, parameter)
     if not isinstance(optimizer, torch.optim.AdamW):
-        exact = local(placed)
-        placed = optimizer._new_buffer(parameter, signed=key == "exp_avg")  # type: ignore[attr-defined]
-        _fill(local(placed), exact)
-    optimizer.state[parameter][key] = placed
+        values = to_local(state)
+        state = optimizer._new_buffer(parameter, signed=key == "exp_avg")  # type: ignore[attr-defined]
+        _quantize_into(to_local(state), values)
+    optimizer.state[parameter][key] = state
 
 
-def _fill(own: Any, exact: Tensor) -> None:
-    """Put values into a tensor of eight bits, or of 32, so that values which were eight bits before
+def _quantize_into(state: Any, values: Tensor) -> None:
+    """Copy values into an 8-bit (or 32-bit) tensor, such that values which were quantized before
     get the same codes again, and their scales to within rounding.
 
     torchao would scale a block by its largest magnitude. But the codes reach from −0.993 to 1: a
-    block whose largest is negative would shrink each time.
+    block whose largest value is negative would shrink each time.
     """
-    own.copy_(exact)
-    if type(own) is Tensor:
+    state.copy_(values)
+    if type(state) is Tensor:
         return
     from torchao.optim.quant_utils import quantize_8bit_with_qmap
 
-    blocks = exact.view(-1, own.block_size)
-    ends = [blocks.amax(1) / own.qmap[-1]]
-    if own.signed:
-        ends.append(blocks.amin(1) / own.qmap[0])
-    own.scale.copy_(torch.stack(ends).amax(0).clamp(min=1e-12))
-    codes = quantize_8bit_with_qmap(blocks / own.scale[:, None], own.qmap)
-    own.codes.copy_(codes.view(own.codes.shape))
+    blocks = values.view(-1, state.block_size)
+    ends = [blocks.amax(1) / state.qmap[-1]]
+    if state.signed:
+        ends.append(blocks.amin(1) / state.qmap[0])
+    state.scale.copy_(torch.stack(ends).amax(0).clamp(min=1e-12))
+    codes = quantize_8bit_with_qmap(blocks / state.scale[:, None], state.qmap)
+    state.codes.copy_(codes.view(state.codes.shape))

@@ -1,4 +1,4 @@
-"""What the training loop asks of whoever runs a step. The loop does not know which one it has."""
+"""What the training loop asks of an engine. The loop does not know which one it has."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from longspan.attention import KVCache
-from longspan.checkpoint import Box, Part
+from longspan.checkpoint import Region, TensorShard
 from longspan.data import Sample
 from longspan.models import Decoder
 
-Read = Callable[[str, Box], Tensor]
-"""The values of a named tensor in a box, from wherever they come."""
+ReadTensor = Callable[[str, Region], Tensor]
+"""Reads a region of a named tensor, from wherever it is stored."""
 
 
-class Judge(Protocol):
-    """Given a step's gradient norm: 1.0 where the step must not be taken, else 0.0.
+class StepCheck(Protocol):
+    """Given a step's gradient norm: 1.0 if the step must be skipped, else 0.0.
 
-    `overflows`: the norm may be infinite for another reason than a bad step.
+    `may_overflow`: the norm may be infinite because of the fp16 loss scale, not of a bad step.
     """
 
-    def __call__(self, norm: Tensor, *, overflows: bool) -> Tensor: ...
+    def __call__(self, norm: Tensor, *, may_overflow: bool) -> Tensor: ...
 
 
-class Reader(Protocol):
+class InferenceModel(Protocol):
     """A model to evaluate and to sample from."""
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
@@ -37,49 +37,51 @@ class Reader(Protocol):
 
 
 class Engine(Protocol):
-    """A model laid out on the ranks, its optimizer, and one way to run a step of them."""
+    """A model parallelized over ranks, its optimizer, and a way to run a step of them."""
 
     model: Decoder
-    """The model, with the names that its parameters have in one process."""
+    """The model, with the parameter names it has in one process."""
     module: nn.Module
-    """What a step calls."""
+    """The module that a step calls."""
     optimizer: Optimizer
-    """Of which the loop sets the learning rate."""
+    """The loop sets its learning rate."""
+    shapes: dict[str, tuple[int, ...]]
+    """The full shape of each parameter, by name."""
 
     @property
-    def reader(self) -> Reader:
+    def inference_model(self) -> InferenceModel:
         """What evaluation and sampling call."""
         ...
 
     def backward(self, samples: list[Sample], scale: Tensor) -> Tensor:
-        """Gradients of scale · loss over this rank's samples; returns scale · loss."""
+        """Compute gradients of scale · loss over this rank's samples; returns scale · loss."""
         ...
 
-    def step(self, judge: Judge) -> Tensor:
-        """Clip, ask `judge`, and update unless it says no; returns the norm before clipping."""
+    def step(self, must_skip: StepCheck) -> Tensor:
+        """Clip, ask `must_skip`, and update; returns the gradient norm before clipping."""
         ...
 
     def is_finite(self) -> bool:
-        """Whether this rank's weights are."""
+        """Whether this rank's weights are finite."""
         ...
 
-    def parts(self) -> dict[str, Part]:
-        """What this rank has to save of weights ("model/…") and moments ("optimizer/….key")."""
+    def tensor_shards(self) -> dict[str, TensorShard]:
+        """What this rank saves: weights ("model/…") and optimizer state ("optimizer/….key")."""
         ...
 
-    def load_weights(self, read: Read) -> None:
-        """Take the weights from `read`, by their names in one process."""
+    def load_weights(self, read: ReadTensor) -> None:
+        """Load the weights through `read`, by their names in one process."""
         ...
 
-    def load_moments(self, found: Iterable[tuple[str, str, bool]], read: Read) -> None:
-        """Take what the optimizer keeps from `read`, under "name.key".
+    def load_optimizer(self, entries: Iterable[tuple[str, str, bool]], read: ReadTensor) -> None:
+        """Load the optimizer state through `read`, under "name.key".
 
-        `found`: name, key, and whether it is one number instead of one per weight.
+        `entries`: name, key, and whether it is a scalar instead of one value per weight.
         """
         ...
 
     def scaler_state(self) -> dict[str, float]:
-        """Of the loss scaling; empty where there is none."""
+        """The state of the fp16 loss scale; empty without one."""
         ...
 
     def load_scaler_state(self, state: dict[str, float]) -> None: ...

@@ -1,4 +1,7 @@
-"""DeepSpeed's configuration, derived from the run file and held against the user's own."""
+"""DeepSpeed's and Accelerate's configurations, derived from the run file.
+
+A user's own DeepSpeed file may add settings; values that contradict the run file are refused.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,15 @@ from longspan.models import count_parameters
 Settings = dict[str, Any]
 
 AUTO = "auto"
-"""A value of the user's file that leaves it to whoever reads it, as Hugging Face has it."""
+"""Hugging Face's value for a setting that is filled in from elsewhere: here the run file."""
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
 
 ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
 CLOSED = ("optimizer.params.", "scheduler.params.")
-"""Tables in which nothing may stand that the run file does not say…"""
+"""Tables in which every key must come from the run file."""
 
-OTHER_STEPS = (
+CHANGES_STEP = (
     "amp",
     "communication_data_type",
     "compression_training",
@@ -41,45 +44,45 @@ OTHER_STEPS = (
     "zero_optimization.zero_quantized_weights",
     "zero_optimization.zenflow",
 )
-"""…and settings that make of a step another one."""
+"""Settings that would change what a step computes."""
 
 
 def zero_stage(run: Run, world: int) -> int:
-    """DeepSpeed's stage: that of the layout, or 0 where ranks are copies."""
+    """DeepSpeed's ZeRO stage: that of the layout, or 0 if ranks are replicas."""
     return run.layout.zero if run.layout.resolve(world)["replicate"] == 1 else 0
 
 
 def deepspeed_settings(run: Run, world: int) -> Settings:
-    """The whole configuration of a run whose precision is settled.
+    """The complete configuration of a run whose precision is resolved.
 
-    What stands in `engine.deepspeed_json` and nowhere in the run file is added; where the two
-    disagree, UserError says so of every value.
+    Settings of `engine.deepspeed_config` that the run file does not decide are added; UserError
+    lists every value that contradicts it.
     """
-    fixed, path = _from_run(run, world), run.engine.deepspeed_json
-    own = _read(Path(path)) if path else {}
-    if wrong := list(_disagreements(own, fixed)):
-        width = max(len(name) for name, _ in wrong)
-        lines = [f"  {name:<{width}}  {text}" for name, text in wrong]
-        count = "1 value" if len(wrong) == 1 else f"{len(wrong)} values"
+    fixed, path = _from_run(run, world), run.engine.deepspeed_config
+    users = _read(Path(path)) if path else {}
+    if conflicts := list(_conflicts(users, fixed)):
+        width = max(len(name) for name, _ in conflicts)
+        lines = [f"  {name:<{width}}  {text}" for name, text in conflicts]
+        count = "1 value" if len(conflicts) == 1 else f"{len(conflicts)} values"
         raise UserError(
             "\n".join([f"{path} and the run file disagree on {count}: change one of them", *lines])
         )
-    return _merged(_merged(_habits(run), own), fixed)
+    return _merged(_merged(_defaults(run), users), fixed)
 
 
 def _from_run(run: Run, world: int) -> Settings:
-    """What the run file decides."""
+    """Settings that the run file decides."""
     train, engine, stage = run.train, run.engine, zero_stage(run, world)
     zero = {
         "stage": stage,
         "overlap_comm": engine.overlap_comm,
         "contiguous_gradients": engine.contiguous_gradients,
-        "reduce_bucket_size": engine.reduce_bucket,
-        "allgather_bucket_size": engine.allgather_bucket or engine.reduce_bucket,
-        "stage3_prefetch_bucket_size": engine.prefetch_bucket,
-        "stage3_param_persistence_threshold": engine.persistence_threshold,
+        "reduce_bucket_size": engine.reduce_bucket_size,
+        "allgather_bucket_size": engine.allgather_bucket_size or engine.reduce_bucket_size,
+        "stage3_prefetch_bucket_size": engine.prefetch_bucket_size,
+        "stage3_param_persistence_threshold": engine.param_persistence_threshold,
         "offload_optimizer": _offload(engine.offload_optimizer, engine.nvme_path),
-        "offload_param": _offload(engine.offload_parameters, engine.nvme_path),
+        "offload_param": _offload(engine.offload_param, engine.nvme_path),
     }
     return {
         "train_batch_size": train.global_batch,
@@ -97,7 +100,7 @@ def _from_run(run: Run, world: int) -> Settings:
         },
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
-        # Weights stay float32 and products are taken in 16 bits, as by the native engine.
+        # Autocast with float32 weights, as in the native engine.
         "torch_autocast": {"enabled": True, "dtype": AUTOCAST[train.precision]}
         if train.precision in AUTOCAST
         else {"enabled": False},
@@ -106,16 +109,16 @@ def _from_run(run: Run, world: int) -> Settings:
 
 
 def _scheduler(run: Run) -> Settings:
-    """The one of DeepSpeed's own that is nearest; ours sets the learning rate all the same."""
+    """DeepSpeed's nearest scheduler, for the record: the training loop sets the learning rate."""
     train = run.train
     names = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
     if train.schedule not in names:
         return {}
-    params: Settings = {"warmup_num_steps": train.warmup}
+    params: Settings = {"warmup_num_steps": train.warmup_steps}
     if train.schedule != "constant":
         params["total_num_steps"] = train.steps
     if train.schedule == "cosine":
-        params["cos_min_ratio"] = train.min_lr
+        params["cos_min_ratio"] = train.min_lr_ratio
     else:
         params["warmup_max_lr"] = train.peak_lr
     return {"scheduler": {"type": names[train.schedule], "params": params}}
@@ -125,13 +128,13 @@ def _offload(where: str, nvme_path: str) -> Settings:
     return {"device": where, **({"nvme_path": nvme_path} if where == "nvme" else {})}
 
 
-def _habits(run: Run) -> Settings:
-    """What the user's file may replace."""
+def _defaults(run: Run) -> Settings:
+    """Settings that the user's file may override."""
     bucket = min(500_000_000, count_parameters(run.model))
     offload = {"pin_memory": run.train.device == "cuda"}
     return {
         "steps_per_print": None,
-        # PyTorch's fused AdamW runs on a CPU as well, and needs no compiler.
+        # PyTorch's fused AdamW runs on CPU too, and needs no compiler.
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "reduce_bucket_size": bucket,
@@ -139,7 +142,7 @@ def _habits(run: Run) -> Settings:
             "offload_optimizer": offload,
             "offload_param": offload,
         },
-        # Gradients and parameters travel in float32.
+        # Gradients and parameters are communicated in float32.
         "torch_autocast": {"lower_precision_safe_modules": []},
     }
 
@@ -148,53 +151,53 @@ def _read(path: Path) -> Settings:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read engine.deepspeed_json = {path}: {error}") from error
+        raise UserError(f"cannot read engine.deepspeed_config = {path}: {error}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} must hold a table, got a {type(found).__name__}")
     return found
 
 
-def _disagreements(
-    own: Mapping[str, Any], fixed: Settings, prefix: str = ""
+def _conflicts(
+    users: Mapping[str, Any], fixed: Settings, prefix: str = ""
 ) -> Iterator[tuple[str, str]]:
-    """The path of each value that differs, and what to say of it."""
-    for key, value in own.items():
+    """The dotted path of each value that contradicts the run file, and why."""
+    for key, value in users.items():
         name = f"{prefix}{key}"
         if value == AUTO:
             continue
         if name == "optimizer.type" and str(value).lower() in ONE_BIT:
-            yield name, f"{value!r}: DeepSpeed no longer has 1-bit optimizers; the run has AdamW"
-        elif name in OTHER_STEPS or (key not in fixed and prefix in ("optimizer.", *CLOSED)):
-            yield name, f"{value!r}, and nothing of the run file says so"
+            yield name, f"{value!r}: DeepSpeed no longer has 1-bit optimizers; the run uses AdamW"
+        elif name in CHANGES_STEP or (key not in fixed and prefix in ("optimizer.", *CLOSED)):
+            yield name, f"{value!r} is not set by the run file"
         elif isinstance(value, Mapping) and isinstance(fixed.get(key), dict):
-            yield from _disagreements(value, fixed[key], f"{name}.")
+            yield from _conflicts(value, fixed[key], f"{name}.")
         elif key in fixed and value != fixed[key]:
-            yield name, f"{value!r}, and the run file gives {fixed[key]!r}"
+            yield name, f"{value!r}, but the run file says {fixed[key]!r}"
         elif name == "scheduler":
-            yield name, "the run's schedule is one that DeepSpeed has not"
+            yield name, "DeepSpeed has no scheduler like the run's"
 
 
-def _merged(base: Settings, above: Mapping[str, Any]) -> Settings:
-    """`above` over `base`, table by table; what is "auto" is left to `base`."""
-    found = dict(base)
-    for key, value in above.items():
-        if isinstance(value, Mapping) and isinstance(found.get(key), dict):
-            found[key] = _merged(found[key], value)
+def _merged(base: Settings, overrides: Mapping[str, Any]) -> Settings:
+    """`base` updated by `overrides`, table by table; "auto" keeps the value of `base`."""
+    merged = dict(base)
+    for key, value in overrides.items():
+        if isinstance(value, Mapping) and isinstance(merged.get(key), dict):
+            merged[key] = _merged(merged[key], value)
         elif value != AUTO:
-            found[key] = value
-    return found
+            merged[key] = value
+    return merged
 
 
-def mode_of(run: Run, world: int) -> str:
-    """The mode that "auto" stands for: plain where ranks are copies, FSDP2 where they shard."""
+def accelerate_mode(run: Run, world: int) -> str:
+    """`engine.mode`, with "auto" resolved: FSDP2 if ranks shard, else plain data parallelism."""
     if run.engine.mode != "auto":
         return run.engine.mode
     return "fsdp2" if run.layout.resolve(world)["shard"] > 1 else "plain"
 
 
 def accelerate_settings(run: Run, world: int) -> Settings:
-    """Accelerate's own configuration of a run whose device is settled, for `accelerate launch`."""
-    mode = mode_of(run, world)
+    """Accelerate's configuration for `accelerate launch`, of a run whose device is resolved."""
+    mode = accelerate_mode(run, world)
     on_gpu = run.train.device == "cuda"
     plain = "NO" if world == 1 else "MULTI_GPU" if on_gpu else "MULTI_CPU"
     settings: Settings = {
@@ -216,7 +219,7 @@ def accelerate_settings(run: Run, world: int) -> Settings:
             "fsdp_cpu_ram_efficient_loading": False,
         }
     if mode == "deepspeed":
-        # The engine gives DeepSpeed the whole configuration, beside which Accelerate wants no word.
+        # The engine passes DeepSpeed its complete configuration; Accelerate accepts no other then.
         settings["deepspeed_config"] = {"zero3_init_flag": False}
         del settings["mixed_precision"]
     return settings

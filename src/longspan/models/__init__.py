@@ -1,5 +1,11 @@
 """The decoder, and what it computes."""
 
+from longspan.models.cost import (
+    StageFlops,
+    activation_elements,
+    flops_per_sample,
+    stage_flops,
+)
 from longspan.models.decoder import (
     Decoder,
     build_decoder,
@@ -8,14 +14,16 @@ from longspan.models.decoder import (
     new_decoder,
     parameter_shapes,
 )
-from longspan.models.flops import flops_per_sample
 
 __all__ = [
     "Decoder",
+    "StageFlops",
+    "activation_elements",
     "build_decoder",
     "count_parameters",
     "create_model",
     "flops_per_sample",
     "new_decoder",
     "parameter_shapes",
+    "stage_flops",
 ]

@@ -1,4 +1,4 @@
-"""The decoder-only transformer. It knows nothing of devices, layouts or training.
+"""The decoder-only transformer. It knows nothing of devices, parallelism or training.
 
 Shape suffixes: B batch, N tokens, H query heads, G key/value heads, D head_dim, C hidden.
 """
@@ -33,14 +33,14 @@ class SelfAttention(nn.Module):
         super().__init__()
         self.pattern = pattern
         self.attend = attend
-        """Who computes it: another where a sequence lies on several ranks."""
+        """The attention function; `attend_sharded` replaces it when ranks split the sequence."""
         self.head_dim = model.head_dim
-        wide, narrow = model.heads * model.head_dim, model.kv_heads * model.head_dim
-        self.query = linear("attention.query", model.hidden, wide)
-        self.key = linear("attention.key", model.hidden, narrow)
-        self.value = linear("attention.value", model.hidden, narrow)
-        self.norm = RMSNorm(wide) if model.sub_layer_norm else nn.Identity()
-        self.out = linear("attention.out", wide, model.hidden)
+        q_dim, kv_dim = model.heads * model.head_dim, model.kv_heads * model.head_dim
+        self.query = linear("attention.query", model.hidden, q_dim)
+        self.key = linear("attention.key", model.hidden, kv_dim)
+        self.value = linear("attention.value", model.hidden, kv_dim)
+        self.norm = RMSNorm(q_dim) if model.sub_layer_norm else nn.Identity()
+        self.out = linear("attention.out", q_dim, model.hidden)
 
     def forward(self, x_BNC: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
         q_BNHD = self.query(x_BNC).unflatten(-1, (-1, self.head_dim))
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 def _linear(model: Model, block: int, name: str, in_features: int, out_features: int) -> nn.Module:
-    """A block's linear layer, in the form that `model` gives it."""
+    """A block's linear layer: dense, low-rank or sketched, as `model` configures it."""
     full_name = f"blocks.{block}.{name}"
     rank = model.rank_of(full_name, in_features, out_features)
     if rank == 0:
@@ -85,20 +85,21 @@ def _linear(model: Model, block: int, name: str, in_features: int, out_features:
 class Decoder(nn.Module):
     def __init__(self, model: Model, pattern: Pattern, context: int) -> None:
         super().__init__()
+        self.config, self.pattern, self.context = model, pattern, context
         self.head_dim = model.head_dim
         self.rope_theta = model.rope_theta_for(context)
         self.positions: Tensor | None = None
-        """Where in the sequence the tokens stand, where they are a part of one: (tokens,)."""
+        """Positions (tokens,) of this rank's tokens in the sequence, if ranks split it."""
         self.embedding = nn.Embedding(model.vocab, model.hidden)
         self.blocks = nn.ModuleList(Block(model, pattern, i) for i in range(model.layers))
         self.norm = RMSNorm(model.hidden)
-        # A tied model has no head of its own, so that no weight stands in it twice.
+        # With tied embeddings there is no head, so that no weight is registered twice.
         self.head = (
             None if model.tie_embeddings else nn.Linear(model.hidden, model.vocab, bias=False)
         )
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Summed cross-entropy of tokens (batch, tokens) against targets, −100 for no loss."""
+        """Summed cross-entropy of tokens (batch, tokens) against targets; −100 is ignored."""
         return cross_entropy_sum(self.hidden(tokens), self.head_weight, targets)
 
     def next_logits(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
@@ -106,14 +107,14 @@ class Decoder(nn.Module):
         return logits_of(self.hidden(tokens, caches)[:, -1], self.head_weight)
 
     def new_caches(self) -> list[KVCache]:
-        """An empty cache per block, for `hidden` and `next_logits`."""
+        """An empty KV cache per block, for `hidden` and `next_logits`."""
         patterns = [m.pattern for m in self.modules() if isinstance(m, SelfAttention)]
         return [KVCache(pattern) for pattern in patterns]
 
     def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
-        """What the head reads: (batch, tokens, hidden).
+        """The final hidden states (batch, tokens, hidden), which the head projects to logits.
 
-        With `caches` the tokens follow those that the caches have seen.
+        With `caches` the tokens continue those that the caches hold.
         """
         positions = positions_of(tokens.shape[1], tokens.device, self.positions, caches)
         rope = rope_table(positions, self.head_dim, self.rope_theta)
@@ -127,11 +128,19 @@ class Decoder(nn.Module):
     def head_weight(self) -> Tensor:
         return self.embedding.weight if self.head is None else self.head.weight
 
+    @property
+    def pipeline_copy(self) -> nn.Parameter | None:
+        """The copy of a tied embedding that the last pipeline stage holds as its head, if any."""
+        if self.head is None or not self.config.tie_embeddings:
+            return None
+        weight: nn.Parameter = self.head.weight  # type: ignore[assignment]
+        return weight
+
 
 def positions_of(
     count: int, device: torch.device, given: Tensor | None, caches: list[KVCache] | None
 ) -> Tensor:
-    """Where `count` tokens stand: as `given`, or one after another."""
+    """Positions (count,) of tokens: `given`, or consecutive after those in `caches`."""
     if given is not None and not caches:
         return given.to(device)
     start = caches[0].length if caches else 0
@@ -139,31 +148,36 @@ def positions_of(
 
 
 def new_decoder(run: Run) -> Decoder:
-    """The run's model on the meta device: shapes and names, no memory."""
+    """The run's model on the meta device: names and shapes, nothing allocated."""
     with torch.device("meta"):
         return Decoder(run.model, pattern_of(run.attention), run.data.context)
 
 
-def parameter_shapes(run: Run) -> dict[str, tuple[int, ...]]:
-    """The shape of each parameter of the run's model, by name."""
-    return {name: tuple(p.shape) for name, p in new_decoder(run).named_parameters()}
+def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shape of each parameter, by name."""
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def build_decoder(run: Run, device: torch.device) -> Decoder:
-    """The run's model on `device`, its weights drawn from `train.seed`."""
+    """The run's model on `device`, initialised from `train.seed`."""
     model = new_decoder(run)
-    allocate(model, device)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(initial_weight(run.model, run.train.seed, name, weight.shape))
+    initialize(model, run.train.seed, device)
     return model
 
 
-def create_model(*items: str, device: torch.device | str = "cpu") -> Decoder:
-    """A model for a loop of your own, from what `longspan train` takes: a run file and overrides.
+def initialize(model: Decoder, seed: int, device: torch.device) -> None:
+    """Allocate a whole model that is on the meta device, and initialise its weights."""
+    allocate(model, device)
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            weight.copy_(initial_weight(model.config, seed, name, weight.shape))
 
-    `create_model("run.toml", "model.hidden=256")(tokens, targets)`, both (batch, tokens), gives the
-    sum of the loss over all targets but −100.
+
+def create_model(*items: str, device: torch.device | str = "cpu") -> Decoder:
+    """A model for your own training loop, from what `longspan train` takes: run file and overrides.
+
+    `create_model("run.toml", "model.hidden=256")(tokens, targets)`, both (batch, tokens), returns
+    the summed cross-entropy; targets of −100 are ignored.
     """
     files = [item for item in items if "=" not in item]
     if len(files) > 1:
@@ -174,24 +188,24 @@ def create_model(*items: str, device: torch.device | str = "cpu") -> Decoder:
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give the parameters of a model on the meta device their memory, with anything in it."""
+    """Allocate the parameters of a model on the meta device, uninitialised."""
     try:
         model.to_empty(device=device)
     except RuntimeError as error:
         count = sum(p.numel() for p in model.parameters())
         raise UserError(
-            f"a model of {count:,} parameters does not fit in the memory of {device}: {error}"
+            f"out of memory: {count:,} parameters do not fit on {device}: {error}"
         ) from error
 
 
 def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
-    """A parameter as training begins with it: drawn from its own stream of (seed, name).
+    """The initial value of a parameter, from its own random stream of (seed, name).
 
-    It depends neither on the device nor on what else is drawn, and so on no layout. Plain: normal
-    with std √(2/(5·hidden)) ("SmallInit", Nguyen & Salazar 2019), divided by √(2·layers) where a
-    projection ends in the residual stream. MAGNETO (Wang et al. 2022): Xavier, with gain
-    √(ln 2·layers) on value, out and MLP projections. Factors of a layer that is not dense give it
-    outputs of the same variance.
+    It depends on no device and no other parameter, and so on no layout. By default normal with std
+    √(2/(5·hidden)) ("SmallInit", Nguyen & Salazar 2019), divided by √(2·layers) for projections
+    into the residual stream. MAGNETO (Wang et al. 2022): Xavier, with gain √(ln 2·layers) on value,
+    out and MLP projections. Sketched and low-rank layers get factors with which their outputs have
+    the variance of a dense layer's.
     """
     if len(shape) == 1:
         return torch.ones(shape)  # norms
@@ -213,6 +227,6 @@ def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Ten
 
 
 def count_parameters(model: Model) -> int:
-    """Parameters of a model, counted on the meta device: nothing is allocated."""
+    """The number of parameters of a model, counted on the meta device."""
     with torch.device("meta"):
         return sum(p.numel() for p in Decoder(model, Dense(), context=1).parameters())

@@ -1,1 +1,1 @@
-"""How a model lies on processes: who they are, which axes they form, who holds what."""
+"""Parallelism: the mesh of processes, and how a model is split over it."""

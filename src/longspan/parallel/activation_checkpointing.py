@@ -1,7 +1,6 @@
-"""Activations that are not kept: computed again in the backward pass, or kept in the CPU's memory.
+"""Activation checkpointing (recomputation in the backward pass) and activation offload to CPU.
 
-Neither changes a number: what is computed again is computed by the same operators from the same
-inputs.
+Neither changes a value: recomputation runs the same operators on the same inputs.
 """
 
 from __future__ import annotations
@@ -12,87 +11,78 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from longspan.config import Train
+from longspan.torch_internals import ALL_TO_ALL, ATTENTION_FORWARDS, checkpoint_wrapper
 
-KEPT = {
+SAVED_BY_SELECTIVE = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     torch.ops.longspan.branch_attention.default,
-    torch.ops.aten._flash_attention_forward.default,
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    *ATTENTION_FORWARDS,
 }
-"""What costs most to compute and is kept under "selective"."""
+"""The operators that cost most to recompute: "selective" saves their outputs."""
+
+COMMUNICATION_OPS = {ALL_TO_ALL, torch.ops.longspan.ring_attention.default}
+"""Saved under "full" as well, so that nothing is communicated twice."""
 
 
-TRAVELLED = {
-    torch.ops._c10d_functional.all_to_all_single.default,
-    torch.ops.longspan.ring_attention.default,
-}
-"""What came from other ranks, and is kept under "full" as well: it need not travel twice."""
+def checkpointed(block: nn.Module, mode: str, *, communicates: bool = False) -> nn.Module:
+    """`block`, wrapped for activation checkpointing: mode "none", "selective" or "full".
 
-
-def rematerialised(block: nn.Module, train: Train, *, travels: bool = False) -> nn.Module:
-    """`block`, forgetting its activations as `train.activation_checkpointing` says.
-
-    `travels`: whether it tells other ranks something on the way forward.
+    `communicates`: whether its forward pass runs collectives, whose results are then saved.
     """
-    if train.activation_checkpointing == "none":
+    if mode == "none":
         return block
-    kept = (KEPT if train.activation_checkpointing == "selective" else set()) | (
-        TRAVELLED if travels else set()
-    )
+    saved = SAVED_BY_SELECTIVE if mode == "selective" else set()
+    if communicates:
+        saved = saved | COMMUNICATION_OPS
 
     def policy(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        is_kept = operator in kept
-        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+        must_save = operator in saved
+        return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
     options: dict[str, Any] = {"preserve_rng_state": False}
-    if kept:
+    if saved:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     return checkpoint_wrapper(block, **options)
 
 
-def offloaded(train: Train) -> AbstractContextManager[object]:
-    """Around a forward pass: keep its activations where `train.offload_activations` says."""
-    if not train.offload_activations:
+def offload_activations(*, enabled: bool) -> AbstractContextManager[object]:
+    """A context for a forward pass whose saved activations are offloaded to CPU."""
+    if not enabled:
         return nullcontext()
     return torch.autograd.graph.saved_tensors_hooks(_to_cpu, _from_cpu)
 
 
-class _Waiting(NamedTuple):
-    """A tensor in the CPU's memory, where it was, and how it was split over ranks if it was."""
+class _Offloaded(NamedTuple):
+    """A tensor on the CPU, its device, and its DTensor arguments if it was one."""
 
     values: Tensor
     device: torch.device
-    split: dict[str, Any] | None
+    dtensor: dict[str, Any] | None
 
 
-def _to_cpu(x: Tensor) -> Tensor | _Waiting:
+def _to_cpu(x: Tensor) -> Tensor | _Offloaded:
     if x.is_leaf and x.requires_grad:
-        return x  # a weight, which stays
-    own, split = x, None
+        return x  # a weight, which is not offloaded
+    shard, dtensor = x, None
     if isinstance(x, DTensor):
-        own = x.to_local()
-        split = {
+        shard = x.to_local()
+        dtensor = {
             "device_mesh": x.device_mesh,
             "placements": x.placements,
             "shape": x.shape,
             "stride": x.stride(),
         }
-    values = torch.empty(own.shape, dtype=own.dtype, pin_memory=own.is_cuda).copy_(own)
-    return _Waiting(values, own.device, split)
+    values = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda).copy_(shard)
+    return _Offloaded(values, shard.device, dtensor)
 
 
-def _from_cpu(kept: Tensor | _Waiting) -> Tensor:
-    if isinstance(kept, Tensor):
-        return kept
-    own = kept.values.to(kept.device, non_blocking=True)
-    return own if kept.split is None else DTensor.from_local(own, **kept.split)
+def _from_cpu(saved: Tensor | _Offloaded) -> Tensor:
+    if isinstance(saved, Tensor):
+        return saved
+    shard = saved.values.to(saved.device, non_blocking=True)
+    return shard if saved.dtensor is None else DTensor.from_local(shard, **saved.dtensor)

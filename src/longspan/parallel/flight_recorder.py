@@ -1,39 +1,39 @@
-"""The collective that this process waits for, from torch's flight recorder."""
+"""The collective that this process is blocked in, from torch's flight recorder."""
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
-BUFFER = "TORCH_FR_BUFFER_SIZE"
-KEPT = 2000
-"""Collectives that the recorder remembers; one takes a few hundred bytes."""
+from longspan.torch_internals import flight_recorder_trace
+
+BUFFER_SIZE = "TORCH_FR_BUFFER_SIZE"
+RECORDED = 2000
+"""Collectives that the recorder remembers; each takes a few hundred bytes."""
 
 
 def record_collectives() -> None:
-    """To be called before the first process group is made."""
-    os.environ.setdefault(BUFFER, str(KEPT))
+    """Turn the recorder on. Call it before the first process group is created."""
+    os.environ.setdefault(BUFFER_SIZE, str(RECORDED))
 
 
-def awaited_collective() -> str | None:
-    """The oldest collective that this process has begun and that has not ended.
+def pending_collective() -> str | None:
+    """The oldest collective that this process has started and that has not completed.
 
-    None where there is none, or where torch has no recorder.
+    None if there is none, or if torch has no recorder.
     """
-    dump = getattr(_distributed_c10d, "_dump_fr_trace_json", None)
-    if dump is None or not dist.is_initialized():
+    trace = flight_recorder_trace() if dist.is_initialized() else None
+    if trace is None:
         return None
-    entries: list[dict[str, Any]] = json.loads(dump()).get("entries", [])
-    open_ones = [entry for entry in entries if not entry.get("retired", True)]
-    if not open_ones:
+    entries: list[dict[str, Any]] = trace.get("entries", [])
+    pending = [entry for entry in entries if not entry.get("retired", True)]
+    if not pending:
         return None
-    first = min(open_ones, key=lambda entry: entry["record_id"])
+    first = min(pending, key=lambda entry: entry["record_id"])
     group = first["process_group"][-1]
     return (
-        f"{first['profiling_name']} of {first['input_sizes']}, the "
-        f"{first['collective_seq_id']}-th of group {group}"
+        f"{first['profiling_name']} of {first['input_sizes']}, collective "
+        f"{first['collective_seq_id']} of group {group}"
     )

@@ -1,6 +1,7 @@
-"""Sequence parallel: each rank holds some of every sample's tokens.
+"""Sequence (context) parallelism: each rank holds some of every sample's tokens.
 
-All but attention is local to a token. Attention fetches what it sees elsewhere.
+Everything but attention is local to a token. Attention communicates the keys and values that a
+rank's queries need from other ranks.
 """
 
 from __future__ import annotations
@@ -8,21 +9,23 @@ from __future__ import annotations
 from functools import partial
 
 import torch.distributed as dist
+from torch import Tensor
 
-from longspan.attention import Heads, Shards, attend_sharded, best_shards, pattern_of
-from longspan.config import Run
+from longspan.attention import Heads, attend_sharded, choose_shards
 from longspan.models.decoder import Decoder, SelfAttention
 
 
-def shards_of(run: Run, sequence_ranks: int, tensor_ranks: int) -> Shards:
-    """How the run's samples are cut; `tensor_ranks` share the heads."""
-    heads = Heads(run.model.heads // tensor_ranks, run.model.kv_heads // tensor_ranks)
-    return best_shards(pattern_of(run.attention), run.data.context, sequence_ranks, heads)
-
-
-def split_by_sequence(model: Decoder, group: dist.ProcessGroup, shards: Shards) -> None:
-    """Let `model` take this rank's tokens of a sequence, and know where they stand."""
+def apply_sequence_parallel(model: Decoder, group: dist.ProcessGroup, tensor_ranks: int) -> None:
+    """Let `model` take this rank's tokens of a sequence, which `tensor_ranks` ranks hold alike."""
+    config, ranks = model.config, dist.get_world_size(group)
+    heads = Heads(config.heads // tensor_ranks, config.kv_heads // tensor_ranks)
+    shards = choose_shards(model.pattern, model.context, ranks, heads)
     model.positions = shards.positions(dist.get_rank(group))
     for module in model.modules():
         if isinstance(module, SelfAttention):
             module.attend = partial(attend_sharded, group=group, shards=shards)
+
+
+def local_tokens(model: Decoder, x: Tensor) -> Tensor:
+    """This rank's tokens of x (batch, tokens)."""
+    return x if model.positions is None else x[:, model.positions]

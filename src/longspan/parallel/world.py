@@ -1,4 +1,4 @@
-"""The processes of a run. Imports no torch, so that a run file can be checked against them."""
+"""The processes of a run. Imports no torch, so that a run file can be checked before it loads."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ class World:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process writes the run's files and speaks on the console."""
+        """Whether this process writes the run's files and prints to the console."""
         return self.rank == 0
 
 
 def world_of_environment() -> World:
-    """As torchrun, and `longspan train --nproc`, set it; one process where nothing is set."""
+    """The world that torchrun or `longspan train --nproc` set up; one process by default."""
     found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     if found["RANK"] is None and found["WORLD_SIZE"] is None:
         return World()

@@ -18,7 +18,9 @@ from torch.distributed.tensor import DTensor
 
 from longspan.config import Run
 from longspan.models import new_decoder
-from longspan.parallel.placement import Placement, local, parameter_mesh
+from longspan.parallel.apply import named_parameters, parallelize
+from longspan.parallel.dtensor import to_local
+from longspan.parallel.mesh import ParallelMesh, init_parameter_mesh
 from longspan.parallel.world import World
 from longspan.sketching import SKLinear
 from longspan.torch_internals import fake_store
@@ -78,7 +80,7 @@ class _ElementCounts:
 
     def add(self, name: str, parameter: Tensor) -> None:
         gathered = _gathered(parameter)
-        self.local.append(local(parameter).numel())
+        self.local.append(to_local(parameter).numel())
         if name.startswith("blocks."):
             is_weight = parameter.dim() > 1 and name.endswith(".weight")
             self.autocast += gathered if is_weight else 0
@@ -95,20 +97,20 @@ class _ElementCounts:
 
 def _memory(run: Run, world: int, rank: int) -> DeviceMemory:
     model, counts = new_decoder(run), _ElementCounts()
-    with _fake_rank(run, world, rank) as placed:
-        placed.arrange(model, run)
-        for name, parameter in placed.named_parameters(model):
+    with _fake_rank(run, world, rank) as mesh:
+        parallelize(model, mesh, run.layout, run.train)
+        for name, parameter in named_parameters(model):
             counts.add(name, parameter)
     moments = sum(_moment_bytes(n, run.train.optimizer) for n in counts.local)
     parameters = FP32_BYTES * sum(counts.local)
-    transient = _transient_sharded if placed.is_sharded else _transient_unsharded
-    has_copies = not placed.is_sharded and _compute_bytes(run) < FP32_BYTES
+    transient = _transient_sharded if mesh.is_fsdp else _transient_unsharded
+    has_copies = not mesh.is_fsdp and _compute_bytes(run) < FP32_BYTES
     signs = (x for m in model.modules() if isinstance(m, SKLinear) for x in m.buffers())
     return DeviceMemory(
         parameters=parameters,
-        gradients=FP32_BYTES * _gradients(run, placed, counts),
+        gradients=FP32_BYTES * _gradients(run, mesh, counts),
         optimizer=moments,
-        transient=transient(run, placed, counts),
+        transient=transient(run, mesh, counts),
         autocast_copies=_compute_bytes(run) * counts.autocast if has_copies else 0,
         signs=sum(x.nbytes for x in signs),
         offloaded=2 * parameters + moments if run.layout.offload else 0,
@@ -120,29 +122,29 @@ def _compute_bytes(run: Run) -> int:
     return 2 if run.train.precision in ("bf16", "fp16") else FP32_BYTES
 
 
-def _accumulates(run: Run, placed: Placement) -> bool:
+def _accumulates(run: Run, mesh: ParallelMesh) -> bool:
     """Whether a step accumulates gradients over several micro-batches."""
-    return run.train.global_batch > run.train.micro_batch * placed.data_ranks
+    return run.train.global_batch > run.train.micro_batch * mesh.data_ranks
 
 
-def _gradients(run: Run, placed: Placement, counts: _ElementCounts) -> int:
+def _gradients(run: Run, mesh: ParallelMesh, counts: _ElementCounts) -> int:
     """Elements of accumulated gradients: local shards, or unsharded ones reduced once a step."""
-    reduces_once = run.layout.zero <= 1 or placed.ranks["pipeline"] > 1
-    is_unsharded = placed.is_sharded and reduces_once and _accumulates(run, placed)
+    reduces_once = run.layout.zero <= 1 or mesh.ranks["pipeline"] > 1
+    is_unsharded = mesh.is_fsdp and reduces_once and _accumulates(run, mesh)
     return counts.gathered if is_unsharded else sum(counts.local)
 
 
-def _transient_unsharded(run: Run, placed: Placement, counts: _ElementCounts) -> int:
+def _transient_unsharded(run: Run, mesh: ParallelMesh, counts: _ElementCounts) -> int:
     """Bytes of the head's gradient before it is added to others, and PowerSGD's error feedback."""
-    adds_head = run.model.tie_embeddings or _accumulates(run, placed)
+    adds_head = run.model.tie_embeddings or _accumulates(run, mesh)
     error_feedback = sum(counts.local) if run.layout.gradient_compression == "powersgd" else 0
     return FP32_BYTES * ((HEAD_BUFFERS * counts.head if adds_head else 0) + error_feedback)
 
 
-def _transient_sharded(run: Run, placed: Placement, counts: _ElementCounts) -> int:
+def _transient_sharded(run: Run, mesh: ParallelMesh, counts: _ElementCounts) -> int:
     """Peak bytes of FSDP2's gathered parameters and unreduced gradients."""
     width, largest_block = _compute_bytes(run), max(counts.blocks.values())
-    if placed.drops_blocks and placed.ranks["pipeline"] == 1:
+    if mesh.reshards_after_forward and mesh.ranks["pipeline"] == 1:
         in_blocks, at_end = 2 * largest_block, 0  # the current block and the prefetched one
     else:  # pipeline stages keep theirs for the next micro-batch
         in_blocks = at_end = sum(counts.blocks.values())
@@ -151,23 +153,23 @@ def _transient_sharded(run: Run, placed: Placement, counts: _ElementCounts) -> i
     block_bytes += FP32_BYTES * counts.outside_blocks
     end_bytes = width * at_end + FP32_BYTES * HEAD_BUFFERS * counts.head
     peak = FP32_BYTES * counts.outside_blocks + max(block_bytes, end_bytes)
-    if placed.ranks["replicate"] > 1 and run.layout.zero > 1 and _accumulates(run, placed):
+    if mesh.ranks["replicate"] > 1 and run.layout.zero > 1 and _accumulates(run, mesh):
         peak += FP32_BYTES * sum(counts.local)  # all-reduced over replicas at the end of the step
     return peak
 
 
 @contextmanager
-def _fake_rank(run: Run, world: int, rank: int) -> Iterator[Placement]:
+def _fake_rank(run: Run, world: int, rank: int) -> Iterator[ParallelMesh]:
     """One rank of a fake world."""
     this = World(rank, world, rank)
     if world == 1:
-        yield Placement(run.layout, this, None)
+        yield ParallelMesh(run.layout, this)
         return
     assert not dist.is_initialized(), "plan outside of a process group"
     dist.init_process_group("fake", rank=rank, world_size=world, store=fake_store())
     try:
-        mesh = parameter_mesh(run.layout.resolve(world), torch.device("cpu"))
-        yield Placement(run.layout, this, mesh)
+        mesh = init_parameter_mesh(run.layout.resolve(world), torch.device("cpu"))
+        yield ParallelMesh(run.layout, this, mesh)
     finally:
         dist.destroy_process_group()
 

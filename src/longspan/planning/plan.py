@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
+from longspan.attention import pattern_of
 from longspan.config import Run, Sketch
 from longspan.derived import derived_values
 from longspan.errors import UserError
@@ -113,8 +114,8 @@ def plan(run: Run, gpus: int) -> Plan:
             "use engine.name=native"
         )
     parameters = count_parameters(run.model)
-    matrices, attention = flops_per_sample(run)
     context = run.data.context
+    matrices, attention = flops_per_sample(run.model, pattern_of(run.attention), context)
     return Plan(
         gpus=gpus,
         precision=run.train.precision,
@@ -140,10 +141,11 @@ def _alternative(run: Run, gpus: int, linear: str, fraction: Fraction) -> Altern
     # Megatron-style sequence parallelism is supported with dense layers only.
     layout = run.layout.model_copy(update={"megatron_sequence_parallel": False})
     other = run.model_copy(update={"model": model, "layout": layout})
+    flops = flops_per_sample(model, pattern_of(run.attention), run.data.context)
     return Alternative(
         linear=linear,
         fraction=str(fraction),
         parameters=count_parameters(model),
-        flops_per_token=sum(flops_per_sample(other)) / run.data.context,
+        flops_per_token=sum(flops) / run.data.context,
         device_bytes=max(memory.on_device for memory in memory_per_rank(other, gpus)),
     )

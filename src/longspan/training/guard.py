@@ -1,8 +1,8 @@
-"""Steps that would harm the model are not taken.
+"""Skips steps that would harm the model.
 
-A step is bad where its loss or gradient is no number or, if asked for, its gradient norm is many
-times the usual one. Whether it is bad is known on the device alone: the optimizer reads it there,
-and the host hears of it when it reads the loss.
+A step is skipped if its loss or gradient is non-finite or, if asked for, its gradient norm spikes
+to a multiple of the recent average. The decision stays on the device: the optimizer reads it there,
+and the host learns of it when it reads the loss.
 """
 
 from __future__ import annotations
@@ -13,51 +13,53 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
-USUAL_STEPS = 100
-"""The usual norm is a mean over about as many steps…"""
-LEAST_STEPS = 20
-"""…of which so many must have been seen before a norm can stand out."""
+AVERAGED_STEPS = 100
+"""The gradient norm is averaged over about this many steps."""
+WARMUP_STEPS = 20
+"""Steps before a norm can count as a spike."""
 
 
-class Usual(BaseModel):
-    """What a checkpoint holds of it."""
+class NormAverage(BaseModel):
+    """The running average of the gradient norm, as a checkpoint holds it."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     norm: float = 0.0
-    seen: Annotated[int, Field(ge=0)] = 0
+    steps: Annotated[int, Field(ge=0)] = 0
 
 
 class Guard:
-    """`spike`: how many times the usual norm is too many; 0 for any that is a number."""
+    """`spike`: the multiple of the average norm above which a step is skipped; 0 for none."""
 
     def __init__(self, spike: float, device: torch.device) -> None:
         self._spike, self._device = spike, device
         self.skipped = torch.zeros((), device=device)
-        self.set_usual(Usual())
+        self.load_norm_average(NormAverage())
 
-    def set_usual(self, usual: Usual) -> None:
-        """Go on from a checkpoint."""
-        self._norm = torch.tensor(usual.norm, device=self._device)
-        self._seen = torch.tensor(float(usual.seen), device=self._device)
-        self.streak = torch.zeros((), device=self._device)
-        """Bad steps in a row, to the last one."""
+    def load_norm_average(self, average: NormAverage) -> None:
+        self._norm = torch.tensor(average.norm, device=self._device)
+        self._steps = torch.tensor(float(average.steps), device=self._device)
+        self.skipped_in_a_row = torch.zeros((), device=self._device)
 
-    def usual(self) -> Usual:
-        return Usual(norm=self._norm.item(), seen=int(self._seen))
+    def norm_average(self) -> NormAverage:
+        return NormAverage(norm=self._norm.item(), steps=int(self._steps))
 
-    def judge(self, loss: Tensor, norm: Tensor, *, overflows: bool) -> Tensor:
-        """1.0 for a bad step, else 0.0; `overflows`: a norm may be infinite for another reason."""
-        is_bad = ~loss.isfinite()
-        if not overflows:
-            is_bad = is_bad | ~norm.isfinite()
+    def must_skip(self, loss: Tensor, norm: Tensor, *, may_overflow: bool) -> Tensor:
+        """1.0 if the step must be skipped, else 0.0.
+
+        `may_overflow`: with fp16 an infinite norm means that the loss scale is too large.
+        """
+        skip = ~loss.isfinite()
+        if not may_overflow:
+            skip = skip | ~norm.isfinite()
         if self._spike > 0:
-            is_bad = is_bad | ((norm > self._spike * self._norm) & (self._seen >= LEAST_STEPS))
-        seen = self._seen + 1
-        weight = 1 / seen.clamp(max=USUAL_STEPS)
-        is_good = ~is_bad & norm.isfinite()
-        self._norm = torch.where(is_good, torch.lerp(self._norm, norm.float(), weight), self._norm)
-        self._seen = torch.where(is_good, seen, self._seen)
-        self.streak = (self.streak + 1) * is_bad
-        self.skipped = self.skipped + is_bad
-        return is_bad.float()
+            skip = skip | ((norm > self._spike * self._norm) & (self._steps >= WARMUP_STEPS))
+        steps = self._steps + 1
+        weight = 1 / steps.clamp(max=AVERAGED_STEPS)
+        counts = ~skip & norm.isfinite()
+        average = torch.lerp(self._norm, norm.float(), weight)
+        self._norm = torch.where(counts, average, self._norm)
+        self._steps = torch.where(counts, steps, self._steps)
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * skip
+        self.skipped = self.skipped + skip
+        return skip.float()

@@ -1,4 +1,4 @@
-"""Speed and memory of a run, from step to step."""
+"""Throughput, MFU and memory of a run from step to step."""
 
 from __future__ import annotations
 
@@ -12,24 +12,33 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from longspan.attention import pattern_of
 from longspan.config import Run
 from longspan.device import peak_memory
 from longspan.hardware import peak_flops
 from longspan.models import flops_per_sample
-from longspan.training.state import State
+from longspan.training.state import TrainState
 
 
 class Meter:
-    """Collects losses and time between two lines of metrics."""
+    """Collects losses and time between two lines of metrics.
 
-    def __init__(self, run: Run, device: torch.device, step: int, world: int = 1) -> None:
-        self._run, self._device = run, device
-        self._flops = sum(flops_per_sample(run))
-        self._peak = None  # of 16-bit products, so it says nothing of a float32 run
-        if device.type == "cuda" and run.train.precision != "fp32":
-            one = peak_flops(torch.cuda.get_device_name(device))
-            self._peak = one * world if one else None
-        self._step = step
+    `flops`: of a step; `peak_flops`: per second of all devices, None if unknown.
+    """
+
+    def __init__(
+        self,
+        *,
+        context: int,
+        global_batch: int,
+        steps: int,
+        flops: float,
+        peak_flops: float | None,
+        device: torch.device,
+        step: int,
+    ) -> None:
+        self._context, self._global_batch, self._steps = context, global_batch, steps
+        self._flops, self._peak_flops, self._device, self._step = flops, peak_flops, device, step
         self._losses: list[Tensor] = []
         self._mark = time.perf_counter()
         self._rates: list[float] = []
@@ -40,41 +49,64 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time in here is not the training's."""
+        """Time in this context does not count as training."""
         start = time.perf_counter()
         yield
         self._mark += time.perf_counter() - start
 
-    def line(self, state: State, grad_norm: Tensor) -> dict[str, Any]:
+    def line(self, state: TrainState, grad_norm: Tensor) -> dict[str, Any]:
         """A line of metrics over the steps since the last one; `loss` is their mean."""
-        losses = torch.stack(self._losses)  # of steps that were not taken, some are no numbers
-        mean = losses.where(losses.isfinite(), torch.nan).nanmean().item()  # waits for the device
+        losses = torch.stack(self._losses)  # non-finite for some of the skipped steps
+        mean = losses.where(losses.isfinite(), torch.nan).nanmean().item()  # syncs with the device
         self.last_loss = None if math.isnan(mean) else mean
         now = time.perf_counter()
-        samples = len(self._losses) * self._run.train.global_batch
+        samples = len(self._losses) * self._global_batch
         samples_per_s = samples / (now - self._mark)
         self._mark, self._losses, self._step = now, [], state.step
-        rate = samples_per_s * self._run.data.context
+        rate = samples_per_s * self._context
         self._rates.append(rate)
+        mfu = None
+        if self._peak_flops is not None:
+            mfu = self._flops * samples_per_s / self._global_batch / self._peak_flops
         return {
             "step": state.step,
-            "tokens": state.samples * self._run.data.context,
+            "tokens": state.samples * self._context,
             "loss": self.last_loss,
             "lr": float(state.engine.optimizer.param_groups[0]["lr"]),
             "grad_norm": norm if math.isfinite(norm := grad_norm.item()) else None,
             "skipped_steps": int(state.guard.skipped),
             "tokens_per_s": rate,
-            "mfu": self._flops * samples_per_s / self._peak if self._peak else None,
+            "mfu": mfu,
             "memory_bytes": peak_memory(self._device),
         }
 
     @property
     def median_rate(self) -> float | None:
-        """Tokens per second: the median of the lines, so that a slow first one hardly counts."""
+        """Tokens per second: the median over the lines, so that a slow first one hardly counts."""
         return statistics.median(self._rates) if self._rates else None
 
     @property
     def seconds_left(self) -> float:
-        train = self._run.train
-        left = (train.steps - self._step) * train.global_batch * self._run.data.context
-        return left / self._rates[-1]
+        tokens = (self._steps - self._step) * self._global_batch * self._context
+        return tokens / self._rates[-1]
+
+
+def meter_of(run: Run, device: torch.device, step: int, world: int) -> Meter:
+    """A meter for `run` on `world` devices, which has done `step` steps.
+
+    The known peaks are those of 16-bit matrix products, so a float32 run has no MFU.
+    """
+    train, context = run.train, run.data.context
+    flops = sum(flops_per_sample(run.model, pattern_of(run.attention), context))
+    peak = None
+    if device.type == "cuda" and train.precision != "fp32":
+        peak = peak_flops(torch.cuda.get_device_name(device))
+    return Meter(
+        context=context,
+        global_batch=train.global_batch,
+        steps=train.steps,
+        flops=flops * train.global_batch,
+        peak_flops=peak * world if peak else None,
+        device=device,
+        step=step,
+    )

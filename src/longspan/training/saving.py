@@ -1,9 +1,9 @@
-"""Checkpoints behind the training.
+"""Asynchronous checkpointing.
 
-A save begins with a copy of this rank's tensors into the CPU's memory; that is all the training
-waits for. A thread writes the copy. The ranks tell one another, in the one message they exchange
-after every step anyway, whether any is still writing or has failed; once all have written, the main
-one gives the checkpoint its name. Threads exchange no messages.
+A save begins with a copy of this rank's tensors to CPU memory; training waits for that only. A
+thread writes the copy. In the one all-reduce after every step the ranks learn whether any is still
+writing or has failed; once all have written, rank 0 commits the checkpoint. Threads run no
+collectives.
 """
 
 from __future__ import annotations
@@ -18,27 +18,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.checkpoint import Draft, Part, prune
+from longspan.checkpoint import PendingCheckpoint, TensorShard, prune
 from longspan.config import Checkpoint
 from longspan.errors import Diverged, UserError
-from longspan.faults import reach
-from longspan.parallel.placement import Placement
-from longspan.training.state import State
+from longspan.faults import fault_point
+from longspan.parallel.collectives import all_reduce_any
+from longspan.parallel.mesh import ParallelMesh
+from longspan.training.state import TrainState
 
-WAIT_S = 0.1
+POLL_S = 0.1
 RETRY_STEPS = 10
-"""After a save that failed, the steps to the next attempt."""
+"""Steps from a failed save to the next attempt."""
 
 
 class Saver:
-    """At most one save is under way."""
+    """Saves checkpoints, at most one at a time."""
 
     def __init__(
-        self, folder: Path, settings: Checkpoint, placed: Placement, say: Callable[[str], None]
+        self, folder: Path, settings: Checkpoint, mesh: ParallelMesh, log: Callable[[str], None]
     ) -> None:
-        self._folder, self._settings, self._placed, self._say = folder, settings, placed, say
-        self._stage: dict[str, Tensor] = {}
-        self._draft: Draft | None = None
+        self._folder, self._settings, self._mesh, self._log = folder, settings, mesh, log
+        self._staging: dict[str, Tensor] = {}
+        self._pending: PendingCheckpoint | None = None
         self._state: dict[str, Any] = {}
         self._thread: Thread | None = None
         self._error: Exception | None = None
@@ -51,21 +52,22 @@ class Saver:
         retries = self._retry_at is not None and step >= self._retry_at
         return retries or (every > 0 and step % every == 0)
 
-    def begin(self, state: State, trained_with: dict[str, Any]) -> None:
-        """Copy what this rank has, and let a thread write it. Every rank must call it."""
+    def begin(self, state: TrainState) -> None:
+        """Copy this rank's tensors and start a thread that writes them. Every rank calls this."""
         began = time.monotonic()
-        if self._draft is not None:
-            self._say(f"the checkpoint of step {self._draft.step} is still being written: waiting")
+        if self._pending is not None:
+            self._log(f"still writing the checkpoint of step {self._pending.step}: waiting")
             self.finish()
-        if any(self._placed.any(not state.is_finite())):
+        if any(all_reduce_any(self._mesh, not state.engine.is_finite())):
             raise Diverged(f"weights are not finite after step {state.step}: lower train.lr")
         self._retry_at = None
-        reach("staging")
-        if self._thread is not None:  # which removes an old one
+        fault_point("staging")
+        if self._thread is not None:  # it removes an old checkpoint
             self._thread.join()
-        parts = self._copied(state.parts())
-        self._draft, self._state = Draft(self._folder, state.step), state.scalars(trained_with)
-        self._thread = Thread(target=self._write, args=(self._draft, parts), daemon=True)
+        shards = self._stage(state.tensor_shards())
+        self._pending = PendingCheckpoint(self._folder, state.step)
+        self._state = state.saved_state()
+        self._thread = Thread(target=self._write, args=(self._pending, shards), daemon=True)
         self._thread.start()
         if not self._settings.async_save:
             self.finish()
@@ -73,76 +75,76 @@ class Saver:
 
     def report(self) -> tuple[bool, bool]:
         """Whether this rank is still writing, and whether it has failed."""
-        thread = self._thread if self._draft is not None else None
+        thread = self._thread if self._pending is not None else None
         return thread is not None and thread.is_alive(), self._error is not None
 
     def proceed(self, is_writing: bool, has_failed: bool) -> None:
-        """Take up what all ranks have reported: name the checkpoint, or give it up."""
-        if self._draft is None or is_writing:
+        """Act on the reports of all ranks: commit the checkpoint, or discard it."""
+        if self._pending is None or is_writing:
             return
-        draft, error, self._draft, self._error = self._draft, self._error, None, None
+        pending, error, self._pending, self._error = self._pending, self._error, None, None
+        is_main = self._mesh.world.is_main
         assert self._thread is not None
         self._thread.join()
         self._thread = None
-        if not has_failed and self._placed.world.is_main:
+        if not has_failed and is_main:
             try:
-                draft.commit(self._state, self._placed.world.size)
-            except Exception as problem:  # noqa: BLE001  all ranks must hear of it
+                pending.commit(self._state, self._mesh.world.size)
+            except Exception as problem:  # noqa: BLE001  all ranks must learn of it
                 error, has_failed = problem, True
-        (has_failed,) = self._placed.any(has_failed)
-        if not has_failed and self._placed.world.is_main:
+        (has_failed,) = all_reduce_any(self._mesh, has_failed)
+        if not has_failed and is_main:
             self._thread = Thread(target=self._prune, daemon=True)
             self._thread.start()
         if has_failed:
-            self._retry_at = draft.step + RETRY_STEPS
+            self._retry_at = pending.step + RETRY_STEPS
             reason = error or "another rank could not write, see its log"
-            self._say(f"THE CHECKPOINT OF STEP {draft.step} IS NOT WRITTEN: {reason}")
-            if self._placed.world.is_main:
-                draft.drop()
+            self._log(f"THE CHECKPOINT OF STEP {pending.step} IS NOT WRITTEN: {reason}")
+            if is_main:
+                pending.discard()
 
     def finish(self) -> None:
-        """Wait for a save under way, on all ranks: none waits in silence for another's disk."""
-        while (report := self._placed.any(*self.report()))[0]:
-            reach("saving")
-            time.sleep(WAIT_S)
+        """Wait on all ranks for a save in progress, with collectives that keep them in step."""
+        while (report := all_reduce_any(self._mesh, *self.report()))[0]:
+            fault_point("saving")
+            time.sleep(POLL_S)
         self.proceed(*report)
 
     def finish_all(self) -> None:
-        """At the end of a run: what cannot be written now is lost."""
+        """Wait at the end of a run; raises UserError if the last checkpoint is not written."""
         self.finish()
         if self._thread is not None:
             self._thread.join()
         if self._retry_at is not None:
             raise UserError(
-                f"the last checkpoint could not be written to {self._folder}: free or mend the "
-                "disk, then go on with --resume from the one before it"
+                f"the last checkpoint could not be written to {self._folder}: free or repair the "
+                "disk, then use --resume to continue from the one before it"
             )
 
-    def _copied(self, parts: dict[str, Part]) -> dict[str, Part]:
-        """Into memory that is kept from one save to the next, pinned where it comes from a GPU."""
+    def _stage(self, shards: dict[str, TensorShard]) -> dict[str, TensorShard]:
+        """Copy into buffers that are reused for the next save, pinned for tensors on a GPU."""
         copies = {}
-        for name, part in parts.items():
-            stage = self._stage.get(name)
-            if stage is None or stage.shape != part.values.shape:
-                pinned = part.values.is_cuda
-                stage = torch.empty(part.values.shape, dtype=part.values.dtype, pin_memory=pinned)
-                self._stage[name] = stage
-            stage.copy_(part.values, non_blocking=True)
-            copies[name] = Part(stage, part.shape, part.box)
+        for name, shard in shards.items():
+            values, buffer = shard.values, self._staging.get(name)
+            if buffer is None or buffer.shape != values.shape:
+                buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=values.is_cuda)
+                self._staging[name] = buffer
+            buffer.copy_(values, non_blocking=True)
+            copies[name] = TensorShard(buffer, shard.shape, shard.region)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return copies
 
-    def _write(self, draft: Draft, parts: dict[str, Part]) -> None:
-        rank = self._placed.world.rank
+    def _write(self, pending: PendingCheckpoint, shards: dict[str, TensorShard]) -> None:
+        rank = self._mesh.world.rank
         try:
-            draft.write(parts, rank)
-        except Exception as error:  # noqa: BLE001  whatever it is, the training must hear of it
+            pending.write(shards, rank)
+        except Exception as error:  # noqa: BLE001  whatever it is, training must learn of it
             self._error = error
-            print(f"rank {rank} could not write step {draft.step}: {error}", file=sys.stderr)
+            print(f"rank {rank} could not write step {pending.step}: {error}", file=sys.stderr)
 
     def _prune(self) -> None:
         try:
             prune(self._folder, self._settings.keep, self._settings.keep_every)
         except OSError as error:
-            self._say(f"an old checkpoint could not be removed: {error}")
+            self._log(f"an old checkpoint could not be removed: {error}")

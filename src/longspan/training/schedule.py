@@ -8,16 +8,16 @@ from longspan.config import Train
 
 
 def learning_rate(train: Train, step: int) -> float:
-    """The rate of the optimizer step that follows `step` finished ones."""
-    if step < train.warmup:
-        return train.peak_lr * (step + 1) / train.warmup
+    """The learning rate of the next optimizer step, after `step` finished ones."""
+    if step < train.warmup_steps:
+        return train.peak_lr * (step + 1) / train.warmup_steps
     if train.schedule == "constant":
         return train.peak_lr
     if train.schedule == "wsd":
-        assert train.decay is not None  # config's rule
-        start, length = train.steps - train.decay, train.decay
+        assert train.decay_steps is not None  # by rules.py
+        start, length = train.steps - train.decay_steps, train.decay_steps
     else:
-        start, length = train.warmup, train.steps - train.warmup
+        start, length = train.warmup_steps, train.steps - train.warmup_steps
     done = min(1.0, max(0.0, (step - start) / max(1, length)))
     left = 0.5 * (1 + math.cos(math.pi * done)) if train.schedule == "cosine" else 1 - done
-    return train.peak_lr * (train.min_lr + (1 - train.min_lr) * left)
+    return train.peak_lr * (train.min_lr_ratio + (1 - train.min_lr_ratio) * left)

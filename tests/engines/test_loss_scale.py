@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from longspan.engines.scaling import LossScale
+from longspan.engines.loss_scale import LossScale
 
 
 def test_it_follows_gradscaler() -> None:

@@ -27,9 +27,9 @@ def losses(run_dir: Path) -> list[float]:
 
 @pytest.fixture
 def full_in_step_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(faults, "_reached", Counter())
-    monkeypatch.setenv(faults.FAULT, "memory@backward:0:4")
-    monkeypatch.setenv(faults.LOG, str(tmp_path / "fault"))
+    monkeypatch.setattr(faults, "_visits", Counter())
+    monkeypatch.setenv(faults.FAULT, "oom@backward:0:4")
+    monkeypatch.setenv(faults.FAULT_LOG, str(tmp_path / "fault"))
 
 
 @pytest.mark.usefixtures("full_in_step_4")

@@ -1,17 +1,29 @@
-"""A loss scale for 16-bit floats, as torch's GradScaler has it, for an engine that unscales itself.
-
-It doubles after 2,000 steps without an overflow and halves after one; its state is GradScaler's, so
-that a run can go on under either.
-"""
+"""fp16 loss scaling: torch's GradScaler, and the same scale for an engine that unscales itself."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+from longspan.parallel.mesh import ParallelMesh
+
+
+def grad_scaler(mesh: ParallelMesh, device: torch.device, *, enabled: bool) -> torch.amp.GradScaler:
+    """A gradient scaler with which all ranks skip a step that overflows on any."""
+    if mesh.device_mesh is None:
+        return torch.amp.GradScaler(device.type, enabled=enabled)
+    return ShardedGradScaler(device.type, enabled=enabled, process_group=dist.group.WORLD)
+
 
 @dataclass
 class LossScale:
-    """1 for good where it is not `enabled`."""
+    """GradScaler's scale: doubled after 2,000 steps without an overflow, halved after one.
+
+    Its state is GradScaler's, so that a run can resume under either. Always 1 if not `enabled`.
+    """
 
     enabled: bool
     scale: float = 2.0**16
@@ -19,7 +31,7 @@ class LossScale:
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     steps: int = 0
-    """Since the last change."""
+    """Steps since the last change."""
 
     @property
     def factor(self) -> float:
@@ -33,7 +45,7 @@ class LossScale:
             self.scale, self.steps = self.scale * self.growth_factor, 0
 
     def state(self) -> dict[str, float]:
-        """Under GradScaler's names; empty where it is not enabled."""
+        """Under GradScaler's names; empty if not enabled."""
         if not self.enabled:
             return {}
         return {

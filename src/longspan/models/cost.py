@@ -1,0 +1,49 @@
+"""What a decoder computes and holds: FLOPs and activations, from its configuration alone."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from longspan.attention import Pattern
+from longspan.config import Model
+
+
+class StageFlops(NamedTuple):
+    """Forward FLOPs per token of the parts that pipeline stages are made of."""
+
+    embedding: float
+    block: float
+    head: float
+
+
+def stage_flops(model: Model, pattern: Pattern, context: int) -> StageFlops:
+    """Forward FLOPs per token of the embedding, of one block (the mean, where they differ) and of
+    the head.
+
+    An embedding is looked up: it costs its row, not its matrix.
+    """
+    linear = model.linear_costs()[1].forward / model.layers
+    attention = pattern.flops(context, model.heads, model.head_dim, is_causal=True) / context
+    return StageFlops(2.0 * model.hidden, linear + attention, 2.0 * model.hidden * model.vocab)
+
+
+def flops_per_sample(model: Model, pattern: Pattern, context: int) -> tuple[float, float]:
+    """Training FLOPs of one sequence: of matrix products (6 per weight and token), of attention.
+
+    As is usual for MFU, the backward pass counts twice the forward pass, and recomputation does not
+    count. An untied embedding is looked up, not multiplied by. The fixed factors of sketched layers
+    are multiplied by, but have no gradient.
+    """
+    _, linear = model.linear_costs()
+    matrices = linear.forward + linear.backward + 6 * model.hidden * model.vocab
+    attention = pattern.flops(context, model.heads, model.head_dim, is_causal=True)
+    return float(matrices * context), 3.0 * model.layers * attention
+
+
+def activation_elements(model: Model, activation_checkpointing: str) -> int:
+    """Elements that one block saves per token for the backward pass, in round terms."""
+    return {
+        "none": 10 * model.hidden + 4 * model.ffn,
+        "selective": 6 * model.hidden + 2 * model.ffn,
+        "full": model.hidden,
+    }[activation_checkpointing]

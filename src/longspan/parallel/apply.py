@@ -1,0 +1,198 @@
+"""Parallelism applied to a decoder from outside; the model itself knows nothing of it.
+
+The model comes on the meta device. `parallelize` takes it through these steps, in this order:
+
+1. pipeline: drop the layers that other ranks hold (`pipeline.py`)
+2. sequence: split every sample's tokens over ranks (`sequence.py`)
+3. tensor: split heads, MLP width and vocabulary over ranks (`tensor.py`)
+4. compile each block, and wrap it for activation checkpointing (`activation_checkpointing.py`)
+5. pipeline: put what is left into stages
+6. shard: FSDP2 shards parameters, gradients and optimizer state; with `replicate` beside it, each
+   group of ranks shards a copy (HYBRID_SHARD)
+
+`materialize` then allocates this rank's shards and initialises them, so no rank ever holds more
+than its share. Where every rank holds the whole model, DDP wraps it last.
+
+ZeRO-1 keeps gradients whole until a step's last micro-batch; ZeRO-2 reduce-scatters those of each
+micro-batch at once; ZeRO-3 also frees a block's parameters after its forward pass and gathers them
+again for its backward pass. All three shard the optimizer state.
+
+The loss of a step is one sum over all its tokens, so gradients are summed over ranks. DDP and FSDP
+average them; the loss is multiplied by the number of ranks beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+from longspan.config import Layout, Train
+from longspan.device import DTYPES
+from longspan.models import Decoder
+from longspan.models.decoder import allocate, initial_weight
+from longspan.parallel.activation_checkpointing import checkpointed
+from longspan.parallel.dtensor import distribute_like
+from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.pipeline import ForwardContext, PipelinedDecoder, drop_remote_layers
+from longspan.parallel.sequence import apply_sequence_parallel
+from longspan.parallel.tensor import apply_tensor_parallel
+from longspan.sketching import SKLinear
+from longspan.torch_internals import CHECKPOINT_PREFIX, default_process_group
+
+
+def parallelize(
+    model: Decoder,
+    mesh: ParallelMesh,
+    layout: Layout,
+    train: Train,
+    forward_context: ForwardContext = nullcontext,
+) -> nn.Module:
+    """Split `model`, on the meta device, over the ranks of `mesh`, in place.
+
+    Returns the module that a training step calls: `model`, or its pipeline stages, which enter
+    `forward_context` themselves.
+    """
+    is_pipelined = mesh.ranks["pipeline"] > 1
+    if is_pipelined:
+        drop_remote_layers(model, layout, mesh["pipeline"])
+    if mesh.sequence_group is not None:
+        apply_sequence_parallel(model, mesh.sequence_group, mesh.ranks["tensor"])
+    if mesh.ranks["tensor"] > 1:
+        apply_tensor_parallel(model, mesh["tensor"], layout.megatron_sequence_parallel)
+    apply_to_blocks(model, train, communicates=mesh.sequence_group is not None)
+    module: nn.Module = model
+    if is_pipelined:
+        module = PipelinedDecoder(model, layout, mesh["pipeline"], forward_context)
+    if mesh.is_fsdp:
+        for part in _roots(module):
+            apply_fsdp(part, mesh, train.precision, offload=layout.offload)
+    return module
+
+
+def materialize(
+    module: nn.Module,
+    model: Decoder,
+    mesh: ParallelMesh,
+    layout: Layout,
+    train: Train,
+    device: torch.device,
+) -> nn.Module:
+    """Allocate and initialise what `parallelize` has left of `model` on this rank.
+
+    Returns the module to train, wrapped in DDP where all ranks hold the whole model.
+    """
+    for part in _roots(module):
+        allocate(part, torch.device("cpu") if layout.offload else device)
+        for layer in part.modules():
+            if isinstance(layer, SKLinear):  # FSDP2 brings parameters to the GPU, but no buffers
+                layer.reset_signs(device)
+    with torch.no_grad():
+        for name, weight in named_parameters(model):
+            full = initial_weight(model.config, train.seed, name, weight.shape)
+            weight.copy_(distribute_like(full, weight))
+    if isinstance(module, PipelinedDecoder):
+        micro_batches = train.global_batch // (train.micro_batch * mesh.data_ranks)
+        module.build_schedule(
+            micro_batches,
+            (train.micro_batch, model.context // mesh.ranks["sequence"]),
+            tensor_ranks=mesh.ranks["tensor"],
+            megatron_sequence_parallel=layout.megatron_sequence_parallel,
+            device=device,
+        )
+    return apply_ddp(model, mesh, layout, device) if mesh.is_ddp else module
+
+
+def apply_to_blocks(model: Decoder, train: Train, *, communicates: bool = False) -> None:
+    """Compile each block and wrap it for activation checkpointing, as `train` says.
+
+    `communicates`: whether a block's forward pass runs collectives.
+    """
+    for index, block in enumerate(model.blocks):
+        if train.compile is True:
+            block.compile(fullgraph=not communicates)
+        mode = train.activation_checkpointing
+        model.blocks[index] = checkpointed(block, mode, communicates=communicates)
+
+
+def apply_fsdp(
+    module: nn.Module, mesh: ParallelMesh, precision: str, *, offload: bool = False
+) -> None:
+    """Shard each block, and then the rest, over the shard and sequence ranks.
+
+    Blocks are gathered in the run's precision, which is what they compute in: autocast would keep
+    a 16-bit copy of each weight for the backward pass, of blocks that are resharded by then.
+    """
+    assert mesh.device_mesh is not None
+    is_hybrid = mesh.ranks["replicate"] > 1
+    shard_mesh = mesh.device_mesh["replicate", "shard"] if is_hybrid else mesh["shard"]
+    on_gpu = mesh.device_mesh.device_type == "cuda"
+    shard = partial(
+        fully_shard,
+        mesh=shard_mesh,
+        offload_policy=CPUOffloadPolicy(on_gpu) if offload else OffloadPolicy(),
+    )
+    mixed_precision = MixedPrecisionPolicy(
+        param_dtype=DTYPES.get(precision),
+        reduce_dtype=torch.float32,
+        cast_forward_inputs=False,  # the residual stream is float32
+    )
+    assert isinstance(module.blocks, nn.ModuleList)
+    for block in module.blocks:
+        reshards = mesh.reshards_after_forward
+        shard(block, reshard_after_forward=reshards, mp_policy=mixed_precision)
+    shard(module)  # the embedding stays gathered: the head may use it again
+    if isinstance(module, Decoder):
+        register_fsdp_forward_method(module, "next_logits")
+
+
+def apply_ddp(
+    model: Decoder, mesh: ParallelMesh, layout: Layout, device: torch.device
+) -> DistributedDataParallel:
+    """Replicate the model, with the gradient compression that the layout asks for.
+
+    PowerSGD adds the error of one step to the next; that of the last step before a checkpoint is
+    lost.
+    """
+    replica = DistributedDataParallel(
+        model,
+        device_ids=[mesh.world.local_rank] if device.type == "cuda" else None,
+        gradient_as_bucket_view=True,
+        init_sync=False,
+        broadcast_buffers=False,  # signs of sketched layers, which are the same everywhere
+    )
+    if layout.gradient_compression == "bf16":
+        # torch restricts its registered bf16 hook to NCCL; called directly it works with gloo too.
+        group = default_process_group()
+        replica.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(group, bucket))
+    if layout.gradient_compression == "powersgd":
+        replica.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=10), powerSGD_hook)
+    return replica
+
+
+def named_parameters(model: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
+    """This rank's parameters by their names in one process.
+
+    The last pipeline stage's copy of a tied embedding comes under the embedding's name.
+    """
+    for name, parameter in model.named_parameters():
+        is_copy = parameter is model.pipeline_copy
+        yield "embedding.weight" if is_copy else name.replace(CHECKPOINT_PREFIX, ""), parameter
+
+
+def _roots(module: nn.Module) -> list[nn.Module]:
+    """The modules that FSDP2 shards: the model, or each of this rank's pipeline stages."""
+    return list(module.stages) if isinstance(module, PipelinedDecoder) else [module]

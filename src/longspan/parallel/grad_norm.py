@@ -1,0 +1,38 @@
+"""The global gradient norm of a model whose parameters are spread over ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from longspan.models import Decoder
+from longspan.parallel.dtensor import num_shards, reduced_grad
+from longspan.parallel.mesh import ParallelMesh
+
+
+@torch.no_grad()
+def clip_grad_norm(model: Decoder, mesh: ParallelMesh, max_norm: float) -> Tensor:
+    """Scale gradients so that their norm over all ranks is at most `max_norm`.
+
+    Returns the norm before clipping. A gradient that several ranks hold counts once.
+    """
+    ranks = mesh.world.size / mesh.ranks["pipeline"]
+    squares, gradients = [], []
+    for parameter in model.parameters():
+        gradient = reduced_grad(parameter)
+        if gradient is None:
+            continue
+        gradients.append(gradient)
+        if parameter is not model.pipeline_copy:
+            assert parameter.grad is not None
+            copies = ranks / num_shards(parameter.grad)
+            squares.append(gradient.float().square().sum() / copies)
+    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    if mesh.device_mesh is not None:
+        dist.all_reduce(total)
+    norm = total.sqrt()
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for gradient in gradients:
+        gradient.mul_(factor)
+    return norm

@@ -1,0 +1,130 @@
+"""The mesh of a run's processes: how many ranks each axis has, and where this rank stands in it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from longspan.config import Layout
+from longspan.parallel.flight_recorder import record_collectives
+from longspan.parallel.world import World
+
+MESH_AXES = ("pipeline", "replicate", "shard", "tensor")
+"""From the ranks that communicate least to those that communicate most, which are neighbours."""
+
+
+class ParallelMesh:
+    """The mesh as one rank sees it. A mesh of one process has no process group."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        world: World,
+        device_mesh: DeviceMesh | None = None,
+        sequence_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        """`sequence_group`: the ranks that split this rank's sequences. They shard parameters too,
+        so the `shard` axis of `device_mesh` includes them.
+        """
+        self.world, self.zero = world, layout.zero
+        self.ranks = layout.resolve(world.size)
+        self.device_mesh, self.sequence_group = device_mesh, sequence_group
+
+    def __getitem__(self, axis: str) -> DeviceMesh:
+        """The one-dimensional submesh of an axis."""
+        assert self.device_mesh is not None
+        return self.device_mesh[axis]
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that read different samples (the data-parallel size)."""
+        return self.ranks["replicate"] * self.ranks["shard"]
+
+    @property
+    def gradient_ranks(self) -> int:
+        """Ranks over which DDP and FSDP average gradients."""
+        return self.data_ranks * self.ranks["sequence"]
+
+    @property
+    def is_ddp(self) -> bool:
+        """Whether every rank holds the whole model, so that DDP replicates it."""
+        return 1 < self.world.size == self.ranks["replicate"]
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP2 shards the parameters."""
+        return self.gradient_ranks > 1 and not self.is_ddp
+
+    @property
+    def reshards_after_forward(self) -> bool:
+        """Whether FSDP2 frees a block's gathered parameters after its forward pass (ZeRO-3)."""
+        return self.zero == 3 and self.ranks["shard"] * self.ranks["sequence"] > 1
+
+    def local_samples(self, indices: Sequence[int]) -> Sequence[int]:
+        """The samples of a step that this rank reads."""
+        if self.device_mesh is None:
+            return indices
+        share = len(indices) // self.data_ranks
+        replica = self.device_mesh.get_local_rank("replicate")
+        shard = self.device_mesh.get_local_rank("shard") // self.ranks["sequence"]
+        first = (replica * self.ranks["shard"] + shard) * share
+        return indices[first : first + share]
+
+    def saves(self, x: Tensor) -> bool:
+        """Whether this rank is the one, of those that hold the same shard of `x`, that saves it."""
+        if self.device_mesh is None:
+            return True
+        sharded = set()
+        if isinstance(x, DTensor):
+            axes = zip(x.device_mesh.mesh_dim_names or (), x.placements, strict=True)
+            sharded = {axis for axis, placement in axes if not placement.is_replicate()}
+        replicated = set(MESH_AXES) - sharded - {"pipeline"}
+        return not any(self.device_mesh.get_local_rank(axis) for axis in replicated)
+
+
+def init_parameter_mesh(ranks: Mapping[str, int], device: torch.device) -> DeviceMesh:
+    """The mesh that parameters are sharded over; its `shard` axis includes the sequence ranks."""
+    sizes = {**ranks, "shard": ranks["shard"] * ranks["sequence"]}
+    shape = tuple(sizes[axis] for axis in MESH_AXES)
+    return init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)
+
+
+@contextmanager
+def open_mesh(
+    layout: Layout, world: World, device: torch.device, timeout_s: float = 600.0
+) -> Iterator[ParallelMesh]:
+    """Join the other processes for as long as this context is entered.
+
+    A collective times out a minute after `timeout_s`, when the watchdog has had its say.
+    """
+    if world.size == 1:
+        yield ParallelMesh(layout, world)
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    was_initialized = dist.is_initialized()
+    if not was_initialized:
+        record_collectives()
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + 60))
+    ranks = layout.resolve(world.size)
+    device_mesh = init_parameter_mesh(ranks, device)
+    sequence_group = None
+    if ranks["sequence"] > 1:
+        inner = ranks["sequence"], ranks["tensor"]
+        sequence_mesh = init_device_mesh(
+            device.type,
+            (world.size // math.prod(inner), *inner),
+            mesh_dim_names=("outer", "sequence", "tensor"),
+        )
+        sequence_group = sequence_mesh.get_group("sequence")
+    yield ParallelMesh(layout, world, device_mesh, sequence_group)
+    if not was_initialized:
+        dist.barrier()  # a rank that leaves first would break the others' collectives
+        dist.destroy_process_group()

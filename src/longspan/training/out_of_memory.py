@@ -1,0 +1,158 @@
+"""Out of memory: a report by class of tensors, what would free memory, and a smaller retry.
+
+Parameters, gradients and optimizer state are counted; the rest of the peak is activations and
+workspace. How much of that a setting would free is an estimate.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspan.config import Run, Train
+from longspan.device import peak_memory
+from longspan.files import atomic_write_text
+from longspan.models import activation_elements
+from longspan.parallel.dtensor import to_local
+from longspan.training.state import TrainState
+
+HINT = "micro_batch"
+"""A file of the run folder: the micro-batch to use after an out-of-memory error."""
+
+UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+
+
+class Suggestion(NamedTuple):
+    """A setting, the bytes per rank that it would free, and what it costs."""
+
+    setting: str
+    frees: float
+    cost: str
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a GPU or CPU allocation failed."""
+    is_cpu = isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error)
+    return is_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError)
+
+
+def explain(error: BaseException, state: TrainState, run: Run, device: torch.device) -> str:
+    """A report: the memory of each class of tensors, and settings that would free some."""
+    used = memory_by_class(state, device)
+    total = sum(used.values())
+    message = str(error).splitlines() or [type(error).__name__]
+    lines = [f"out of memory in step {state.step + 1}: {message[0]}"]
+    lines += [
+        f"  {name:<28}{_size(size):>12}{size / max(1, total):>6.0%}" for name, size in used.items()
+    ]
+    requested = requested_bytes(error)
+    lines.append("settings that would free memory, cheapest first:")
+    for setting, frees, cost in suggestions(used, run, state.mesh.world.size):
+        fits = "" if requested is None else ", enough" if frees >= requested else ", not enough"
+        lines.append(f"  {setting:<40}about {_size(frees)}{fits}; costs {cost}")
+    return "\n".join(lines)
+
+
+def memory_by_class(state: TrainState, device: torch.device) -> dict[str, int]:
+    """Bytes on this rank by class of tensors; the last class is the rest of the peak."""
+    engine = state.engine
+    groups = engine.optimizer.param_groups  # which may hold flattened copies
+    parameters = {*engine.model.parameters(), *(p for group in groups for p in group["params"])}
+    gradients = (p.grad for p in parameters if p.grad is not None)
+    moments = (x for state in engine.optimizer.state.values() for x in state.values())
+    used = {
+        "parameters": _bytes(parameters),
+        "gradients": _bytes(gradients),
+        "optimizer state": _bytes(moments),
+    }
+    peak = peak_memory(device)
+    return {**used, "activations and workspace": max(0, peak - sum(used.values()))}
+
+
+def suggestions(used: dict[str, int], run: Run, world: int) -> list[Suggestion]:
+    """What the run file could still change, cheapest first."""
+    train, layout = run.train, run.layout
+    is_native = run.engine.name == "native"
+    is_sharded = layout.resolve(world)["shard"] > 1
+    rest = used["activations and workspace"]
+    states = sum(used.values()) - rest
+    modes = ("none", "selective", "full")
+    elements = {mode: activation_elements(run.model, mode) for mode in modes}
+    now = elements[train.activation_checkpointing]
+    checkpointing = "train.activation_checkpointing"
+    found = []
+    if train.micro_batch > 1:
+        smaller = halved(train.micro_batch)
+        frees = rest * (1 - smaller / train.micro_batch)
+        found.append(Suggestion(f"train.micro_batch={smaller}", frees, "smaller matrix products"))
+    if train.activation_checkpointing == "none":
+        frees = rest * (1 - elements["selective"] / now)
+        found.append(Suggestion(f"{checkpointing}=selective", frees, "a few percent of the time"))
+    if train.optimizer == "adamw" and is_native:
+        frees = used["optimizer state"] * 0.75
+        found.append(Suggestion("train.optimizer=adamw8bit", frees, "8-bit moments"))
+    if train.activation_checkpointing != "full":
+        frees = rest * (1 - elements["full"] / now)
+        cost = "a second forward pass, about a third"
+        found.append(Suggestion(f"{checkpointing}=full", frees, cost))
+    if not train.offload_activations:
+        cost = "copies to the CPU and back"
+        found.append(Suggestion("train.offload_activations=true", rest * 0.8, cost))
+    found.append(Suggestion("twice the ranks of layout.shard", states / 2, "twice the devices"))
+    if not layout.offload and is_native and is_sharded:
+        found.append(Suggestion("layout.offload=true", states, "the optimizer runs on the CPU"))
+    return found
+
+
+def requested_bytes(error: BaseException) -> float | None:
+    """The size of the allocation that failed, from the error's message."""
+    found = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
+    if found is None or found[2] not in (*UNITS, "bytes"):
+        return None
+    return float(found[1].rstrip(".")) * UNITS.get(found[2], 1)
+
+
+def halved(micro_batch: int) -> int:
+    """The largest divisor that is at most half, so that it divides the global batch."""
+    return next(n for n in range(micro_batch // 2, 0, -1) if micro_batch % n == 0)
+
+
+def halve_micro_batch(train: Train, run_dir: Path) -> bool:
+    """Note a smaller micro-batch for the next start; False if `train` does not allow one."""
+    if not train.halve_on_oom or train.micro_batch == 1:
+        return False
+    atomic_write_text(run_dir / HINT, f"{halved(train.micro_batch)}\n")
+    return True
+
+
+def with_hint(run: Run, run_dir: Path) -> Run:
+    """The run with the micro-batch that an earlier out-of-memory error led to."""
+    try:
+        text = (run_dir / HINT).read_text(encoding="utf-8").strip()
+    except (OSError, ValueError):
+        return run
+    fits = int(text) if text.isdecimal() else 0
+    if not 0 < fits < run.train.micro_batch or run.train.micro_batch % fits:
+        return run
+    print(
+        f"longspan: using train.micro_batch = {fits} instead of {run.train.micro_batch} after an "
+        f"out-of-memory error; remove {run_dir / HINT} to undo this",
+        file=sys.stderr,
+    )
+    return run.model_copy(update={"train": run.train.model_copy(update={"micro_batch": fits})})
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes on this rank; of 8-bit moments, their codes and scales."""
+    shards: Iterable[Any] = (to_local(x) for x in tensors)
+    return sum(x.codes.nbytes + x.scale.nbytes if hasattr(x, "codes") else x.nbytes for x in shards)
+
+
+def _size(count: float) -> str:
+    return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"

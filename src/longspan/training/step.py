@@ -1,0 +1,44 @@
+"""One optimizer step."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from longspan.config import Train
+from longspan.data import Source
+from longspan.engines.optimizer import set_learning_rate
+from longspan.faults import fault_point, injects_nan
+from longspan.parallel.collectives import all_reduce_loss
+from longspan.training.schedule import learning_rate
+from longspan.training.state import TrainState
+
+
+def train_step(
+    state: TrainState, source: Source, train: Train, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """Take one optimizer step; returns its loss per token and its gradient norm before clipping.
+
+    The loss is the sum over all tokens of the step divided by their number, so it depends neither
+    on gradient accumulation nor on the data-parallel size.
+    """
+    mesh, engine = state.mesh, state.engine
+    fault_point("data")
+    indices = state.next_samples(train.global_batch)
+    targets = max(1, sum(source.num_targets(train.seed, index) for index in indices))
+    set_learning_rate(engine.optimizer, learning_rate(train, state.step))
+    samples = [source.sample(train.seed, index) for index in mesh.local_samples(indices)]
+    fault_point("backward")
+    # DDP and FSDP average gradients over ranks, and they should be summed.
+    scale = math.nan if injects_nan(state.step + 1) else mesh.gradient_ranks / targets
+    loss = engine.backward(samples, torch.tensor(scale, device=device))
+    loss /= mesh.gradient_ranks
+    all_reduce_loss(mesh, loss)
+    fault_point("gradient norm")
+    grad_norm = engine.step(partial(state.guard.must_skip, loss))
+    state.step += 1
+    state.samples = indices[-1] + 1
+    return loss, grad_norm
