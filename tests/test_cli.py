@@ -1,8 +1,9 @@
-"""The command line as a user meets it: exit codes, messages, nothing written on wrong input."""
+"""The command line: exit codes, messages, and nothing written on wrong input."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -21,7 +23,7 @@ SMALL = [
     "model.heads=2",
     "data.context=64",
     "train.eval_samples=2",
-    "train.warmup=2",
+    "train.warmup_steps=2",
     "track.log_every=1",
 ]
 
@@ -38,10 +40,10 @@ def tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*")}
 
 
-def assert_refused(
+def assert_rejected(
     arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`longspan train` gives one message, exit code 2, and leaves `folder` as it was."""
+    """Check that `longspan train` prints one message, exits with 2 and writes nothing."""
     before = tree(folder)
     assert main(["train", *SMALL, *arguments]) == 2
     output = capsys.readouterr()
@@ -73,7 +75,10 @@ def remove(shards: Path) -> None:
         (["model.heads=5"], "does not divide model.hidden = 32"),
         (["attention.segment_lengths=[10]", "attention.dilation_rates=[4]"], "use 8"),
         (["attention.kind=block_sparse", "attention.local_window=100"], "got 100: use 128"),
-        (["attention.kind=dense", "attention.density=0.5"], 'no use with kind = "dense"'),
+        (
+            ["attention.kind=dense", "attention.density=0.5"],
+            "no effect with attention.kind",
+        ),
         (["missing.toml"], "cannot read the run file missing.toml: No such file"),
         (["data.source=nowhere"], "cannot read nowhere/index.json: No such file"),
         (["data.source=" + 300 * "x"], "File name too long"),
@@ -81,15 +86,15 @@ def remove(shards: Path) -> None:
         (["--resume", "{shards}"], "is not a run folder: it has no run.toml"),
         (["track.prompt=\udcff"], "is not UTF-8 text"),
         (["train.seed=18446744073709551616"], "train.seed"),
-        (["model.vocab=99999999999999"], "does not fit in the memory of cpu"),
+        (["model.vocab=99999999999999"], "parameters do not fit on cpu"),
         (["train.lr=inf"], "expected a finite number, got inf"),
         (["model.heads=99999999999"], "does not divide model.hidden = 32: use 32"),
         (["model.hidden=1" + 5000 * "0"], "model.hidden"),
         (["attention.segment_lengths=[9999999999999999999999,64]"], "attention.segment_lengths"),
-        (["data.source={shards}", "data.context=100000"], "lower data.context or add text"),
+        (["data.source={shards}", "data.context=100000"], "reduce data.context or add text"),
         (["data.source={shards}", "model.vocab=100"], "set model.vocab=256"),
         (["one.toml", "two.toml"], "expected one run file"),
-        (["train.device=cuda"], "torch sees no CUDA device"),
+        (["train.device=cuda"], "needs a CUDA device, but torch sees none"),
     ],
 )
 def test_wrong_input_gives_one_message_exit_2_and_no_file(
@@ -103,10 +108,10 @@ def test_wrong_input_gives_one_message_exit_2_and_no_file(
     import torch
 
     if "cuda" in str(arguments) and torch.cuda.is_available():
-        pytest.skip("there is a CUDA device here")
+        pytest.skip("this machine has a CUDA device")
     monkeypatch.chdir(tmp_path)
     arguments = [argument.format(shards=shards) for argument in arguments]
-    assert_refused(arguments, message, tmp_path, capsys)
+    assert_rejected(arguments, message, tmp_path, capsys)
 
 
 @pytest.mark.parametrize(
@@ -127,16 +132,16 @@ def test_a_damaged_shard_gives_one_message_exit_2_and_no_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     damage(shards)
-    assert_refused([f"data.source={shards}"], message, tmp_path, capsys)
+    assert_rejected([f"data.source={shards}"], message, tmp_path, capsys)
 
 
 def test_an_unwritable_run_folder_gives_one_message_and_exit_2(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "file").write_text("")
-    target = str(tmp_path / "file" / "run")  # below a file, where root cannot write either
+    target = str(tmp_path / "file" / "run")  # inside a file, where even root cannot write
     arguments = [f"data.source={shards}", "--run-dir", target]
-    assert_refused(arguments, f"cannot write the run folder {target}", tmp_path, capsys)
+    assert_rejected(arguments, f"cannot write the run folder {target}", tmp_path, capsys)
 
 
 def test_train_resume_generate_and_a_second_run(
@@ -160,7 +165,7 @@ def test_train_resume_generate_and_a_second_run(
     options = ["--prompt", "some ", "--tokens", "5", "--json"]
     assert main(["generate", run_dir, *options]) == 0
     assert json.loads(capsys.readouterr().out)["text"].startswith("some ")
-    shutil.rmtree(shards)  # a run needs its data to train, not to generate
+    shutil.rmtree(shards)  # generation does not need the data
     assert main(["generate", run_dir, *options, "--temperature", "1e-39"]) == 0
     for wrong in (
         ["--prompt", ""],
@@ -174,7 +179,7 @@ def test_train_resume_generate_and_a_second_run(
     assert "is not a run folder" in capsys.readouterr().err
 
 
-def test_resume_of_an_empty_folder_starts_there(
+def test_resume_starts_a_run_in_an_empty_folder(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "run.toml").write_text(f'[data]\nsource = "{shards}"\n[train]\nsteps = 2\n')
@@ -186,53 +191,75 @@ def test_resume_of_an_empty_folder_starts_there(
     assert "no evaluation: the validation split holds less than one sample" in output.err
 
 
-def start_training(shards: Path, run_dir: Path, *arguments: str) -> subprocess.Popen[str]:
-    """A real process, returned once it has logged its third step."""
-    command = [sys.executable, "-m", "longspan", "train", *SMALL, f"data.source={shards}"]
-    process = subprocess.Popen(
-        [*command, *arguments, "--run-dir", str(run_dir)], stderr=subprocess.PIPE, text=True
-    )
+def send_after_three_steps(run_dir: Path, pid: int, number: signal.Signals) -> None:
     metrics = run_dir / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
-        assert process.poll() is None, process.stderr and process.stderr.read()
         assert time.monotonic() < deadline, "no third step in two minutes"
         time.sleep(0.02)
-    return process
+    os.kill(pid, number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
-def test_one_signal_saves_and_exits_3_and_the_run_goes_on_as_if_never_stopped(
-    number: signal.Signals, shards: Path, tmp_path: Path
+def train_in_another_process(arguments: list[str], run_dir: Path, number: signal.Signals) -> int:
+    process = subprocess.Popen([sys.executable, "-m", "longspan", "train", *arguments])
+    send_after_three_steps(run_dir, process.pid, number)
+    return process.wait(timeout=120)
+
+
+def train_in_this_process(arguments: list[str], run_dir: Path, number: signal.Signals) -> int:
+    previous = signal.signal(number, signal.SIG_IGN)  # without a handler it would end the tests
+    sender = Thread(target=send_after_three_steps, args=(run_dir, os.getpid(), number))
+    sender.start()
+    try:
+        return main(["train", *arguments])
+    finally:
+        sender.join()
+        signal.signal(number, previous)
+
+
+@pytest.mark.parametrize(
+    ("number", "train"),
+    [
+        (signal.SIGINT, train_in_another_process),
+        (signal.SIGTERM, train_in_this_process),
+        (signal.SIGUSR1, train_in_this_process),
+    ],
+)
+def test_a_signal_saves_and_exits_3_and_the_resumed_run_gives_the_same_bytes(
+    number: signal.Signals,
+    train: Callable[[list[str], Path, signal.Signals], int],
+    shards: Path,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
-    options = ["train.steps=2000", "train.schedule=constant", "checkpoint.every=0"]
-    process = start_training(shards, tmp_path / "stopped", *options)
-    process.send_signal(number)
-    _, error = process.communicate(timeout=120)
-    assert process.returncode == 3, error
-    assert f"longspan train --resume {tmp_path / 'stopped'}" in error
-    (saved,) = (tmp_path / "stopped" / "checkpoints").iterdir()
+    stopped, uninterrupted = tmp_path / "stopped", tmp_path / "uninterrupted"
+    options = [*SMALL, f"data.source={shards}", "track.prompt="]
+    options += ["train.schedule=constant", "checkpoint.every=0"]
+    code = train([*options, "train.steps=2000", "--run-dir", str(stopped)], stopped, number)
+    error = capfd.readouterr().err
+    assert code == 3, error
+    assert f"longspan train --resume {stopped}" in error
+    (saved,) = (stopped / "checkpoints").iterdir()
     step = int(saved.name.removeprefix("step-"))
     assert step < 2000
 
     steps = f"train.steps={step + 3}"
-    assert main(["train", "--resume", str(tmp_path / "stopped"), steps]) == 0
-    whole = [*SMALL, f"data.source={shards}", *options, steps]
-    assert main(["train", *whole, "--run-dir", str(tmp_path / "whole")]) == 0
+    assert main(["train", "--resume", str(stopped), steps]) == 0
+    assert main(["train", *options, steps, "--run-dir", str(uninterrupted)]) == 0
     final = f"checkpoints/step-{step + 3:08d}/model-00000.safetensors"
-    assert (tmp_path / "stopped" / final).read_bytes() == (tmp_path / "whole" / final).read_bytes()
+    assert (stopped / final).read_bytes() == (uninterrupted / final).read_bytes()
 
 
 def test_a_second_signal_stops_at_once(shards: Path, tmp_path: Path) -> None:
-    # A step so long that the second signal comes within it.
+    # The step is long enough for the second signal to arrive during it.
     slow = ["train.steps=2000", "train.global_batch=40000", "track.log_every=1"]
     command = [sys.executable, "-m", "longspan", "train", *SMALL, f"data.source={shards}", *slow]
     process = subprocess.Popen(
         [*command, "--run-dir", str(tmp_path / "run")], stderr=subprocess.PIPE, text=True
     )
     assert process.stderr is not None
-    for awaited in ("device", "once more to stop at once"):
-        while awaited not in (line := process.stderr.readline()):
+    for expected in ("device", "again to stop at once"):
+        while expected not in (line := process.stderr.readline()):
             assert line, "the run ended before its first step"
         process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=60)
@@ -258,7 +285,7 @@ def test_data_build_and_info(
 def test_config_show_and_schema(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "show", "model.preset=125m", "data.context=131072"]) == 0
     shown = capsys.readouterr().out
-    assert "# batch: 1 = micro 1 × accumulation 1 × data-parallel 1" in shown
+    assert "# batch: 1 = micro-batch 1 × gradient accumulation 1 × data-parallel 1" in shown
     (tmp_path / "run.toml").write_text(shown)
     assert main(["config", "show", str(tmp_path / "run.toml")]) == 0
     assert capsys.readouterr().out == shown

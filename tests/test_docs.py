@@ -1,4 +1,4 @@
-"""The docs say what the code does."""
+"""The docs match the code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 
 
 def reference(name: str, section: type[Section]) -> str:
-    """A section's table of keys as it must stand in docs/run-file.md."""
+    """Return the table of a section's keys as docs/run-file.md must contain it."""
     rows = [f"### [{name}]", "", "| key | default | meaning |", "| --- | --- | --- |"]
     for key, field in section.model_fields.items():
         empty = field.default in (None, (), {}) or isinstance(field.default, Section)
@@ -55,7 +55,7 @@ def test_every_command_in_the_docs_parses(command: str) -> None:
         parse(words)
 
 
-def test_links_between_pages_lead_somewhere() -> None:
+def test_links_between_pages_resolve() -> None:
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
@@ -77,7 +77,7 @@ def test_the_python_in_the_attention_page_runs() -> None:
     assert names["y"].shape == q.shape
 
 
-def test_the_plan_in_the_docs_is_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_in_the_docs_is_the_printed_one(capsys: pytest.CaptureFixture[str]) -> None:
     page = (ROOT / "docs/planning.md").read_text()
     ((command, text),) = re.findall(r"```console\n\$ longspan (.*?)\n(.*?)```", page, re.S)
     assert main(shlex.split(command)) == 0

@@ -9,13 +9,14 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "longspan"
 GROUND = {"costs", "dtypes", "errors", "faults", "files", "hardware", "hashing", "presets"}
-GROUND |= {"constants", "torch_internals"}
+GROUND |= {"checks", "constants", "torch_internals"}
 """Plain modules that anyone may import and that import no room."""
 
 MODEL = {"attention", "nn", "sketching", "models", "config"}
-RUN = {"config", "device", "runfile", "data", "checkpoint", "tracking"}
+RUN = {"config", "derived", "device", "runfile", "data", "checkpoint", "tracking"}
 MAY_IMPORT = {
     "config": set(),
+    "derived": {"config"},
     "rules": {"config"},
     "runfile": {"config", "rules"},
     "device": {"config"},
@@ -30,7 +31,7 @@ MAY_IMPORT = {
     "engines": MODEL | {"parallel", "data", "checkpoint", "device"},
     "export": MODEL | RUN,
     "training": MODEL | RUN | {"parallel", "engines", "export"},
-    "planning": MODEL | {"parallel"},
+    "planning": MODEL | {"derived", "parallel"},
     "launching": set(),
     "trained": MODEL | RUN,
     "generate": MODEL | RUN | {"trained"},

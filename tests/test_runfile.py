@@ -1,4 +1,4 @@
-"""Run files: TOML, YAML, overrides, and every problem told at once."""
+"""Run files: TOML, YAML, overrides, and all problems reported at once."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from longspan.config import Layout, Run, derived_values
+from longspan.config import Layout, Run
+from longspan.derived import derived_values
 from longspan.errors import UserError
 from longspan.runfile import dump_run, load_run, parse_run
 
 
 def problems(*overrides: str, tables: dict[str, object] | None = None) -> dict[str, str]:
-    """Path to message of what is wrong with the built-in run under these overrides."""
+    """Return path and message of each problem of the built-in run with these overrides."""
     with pytest.raises(UserError) as error:
         parse_run(tables) if tables else load_run(None, overrides)
     lines = str(error.value).splitlines()[1:]
@@ -49,7 +50,7 @@ def test_presets_fill_what_is_not_given() -> None:
     assert dense.attention.segment_lengths == ()
 
 
-def test_all_problems_come_at_once_with_path_cause_and_cure() -> None:
+def test_all_problems_are_reported_at_once_with_path_and_fix() -> None:
     found = problems(
         "train.lr=-1",
         "model.headz=3",
@@ -57,14 +58,14 @@ def test_all_problems_come_at_once_with_path_cause_and_cure() -> None:
         "attention.kind=dilted",
         "train.steps=1.5",
         "train.compile=maybe",
-        "model.warmup=3",
+        "model.warmup_steps=3",
         "data.context=many",
         "checkpoint.keep=0",
     )
     assert found == {
         "trian": "unknown section; did you mean 'train'?",
         "model.headz": "unknown key; did you mean 'heads'?",
-        "model.warmup": "unknown key; did you mean train.warmup?",
+        "model.warmup_steps": "unknown key; did you mean train.warmup_steps?",
         "attention.kind": "expected 'dense', 'dilated' or 'block_sparse', got 'dilted'; "
         "did you mean 'dilated'?",
         "data.context": "expected a valid integer, got 'many'; the default is 4096",
@@ -82,10 +83,14 @@ def test_all_problems_come_at_once_with_path_cause_and_cure() -> None:
         (["model.hidden=12", "model.heads=4"], "model.heads", "= 3 must be even"),
         (["model.kv_heads=3"], "model.kv_heads", "does not divide model.heads = 4: use 2"),
         (["train.micro_batch=4", "train.global_batch=6"], "train.global_batch", "use 8"),
-        (["train.lr_scaling=linear"], "train.base_batch", "is needed by lr_scaling"),
-        (["train.schedule=wsd"], "train.decay", "is needed by schedule"),
-        (["train.schedule=wsd", "train.decay=500"], "train.decay", "more than train.steps = 400"),
-        (["layout.tensor=2"], "layout", "tensor 2 needs 2 processes and there are 1"),
+        (["train.lr_scaling=linear"], "train.base_batch", "is required by train.lr_scaling"),
+        (["train.schedule=wsd"], "train.decay_steps", "is required by train.schedule"),
+        (
+            ["train.schedule=wsd", "train.decay_steps=500"],
+            "train.decay_steps",
+            "more than train.steps = 400",
+        ),
+        (["layout.tensor=2"], "layout", "tensor 2 needs 2 processes, but there are 1"),
         (["layout.tensor=-1"], "layout", "only one axis can be -1"),
         (["layout.tensor=0"], "layout", "tensor must be at least 1, or -1"),
         (["attention.kind=dense", "attention.dilation_rates=[1]"], "attention", "remove it"),
@@ -95,53 +100,59 @@ def test_all_problems_come_at_once_with_path_cause_and_cure() -> None:
             "segment length 6 must be a multiple of its dilation rate 4: use 8",
         ),
         (["data.source=recall", "data.context=32"], "data.context", "need at least 66"),
-        (["data.source=recall", "data.recall_pairs=200"], "data.recall_pairs", "has 128 keys"),
+        (
+            ["data.source=recall", "data.recall_pairs=200"],
+            "data.recall_pairs",
+            "more than the 128 keys",
+        ),
         (["train.precision=fp16", "train.device=cpu"], "train.precision", "needs a GPU"),
         (["model.sketch.keep=0.4"], "model.sketch", "remove it, or set model.linear"),
         (["model.linear=sketched", "model.sketch.kep=1"], "model.sketch.kep", "mean 'keep'?"),
         (["model.linear=sketched", "model.sketch.rank=0"], "model.sketch.rank", "equal to 1"),
-        (["model.linear=sketched", "model.sketch=4"], "model.sketch", "a table, [model.sketch]"),
-        (["model.linear=low_rank", "model.sketch.terms=2"], "model.sketch.terms", "has one"),
+        (["model.linear=sketched", "model.sketch=4"], "model.sketch", "a table [model.sketch]"),
+        (
+            ["model.linear=low_rank", "model.sketch.terms=2"],
+            "model.sketch.terms",
+            "is not supported with",
+        ),
         (
             ["model.linear=sketched", "model.sketch.layers=mlp"],
             "model.sketch.layers",
-            "'mlp' matches no linear layer; they have names such as blocks.0.attention.query",
+            "'mlp' matches no linear layer: use names such as blocks.0.attention.query",
         ),
         (
             ["model.linear=sketched", "train.init_from=llama"],
             "train.init_from",
-            "then use longspan sketch",
+            "convert the trained run with longspan sketch",
         ),
         (["engine.name=deepsped"], "engine.name", "did you mean 'deepspeed'?"),
-        (["engine.name=deepspeed", "layout.offload=true"], "layout.offload", "native engine's"),
+        (["engine.name=deepspeed", "layout.offload=true"], "layout.offload", "needs engine.name"),
         (["engine.name=deepspeed", "train.optimizer=adamw8bit"], "train.optimizer", "native"),
-        (["engine.name=deepspeed", "train.compile=true"], "train.compile", "ZeRO-3's hooks"),
+        (["engine.name=deepspeed", "train.compile=true"], "train.compile", "ZeRO-3 hooks"),
         (
-            ["engine.name=deepspeed", "layout.zero=2", "engine.offload_parameters=cpu"],
-            "engine.offload_parameters",
-            '"cpu" needs layout.zero of at least 3, and it is 2',
+            ["engine.name=deepspeed", "layout.zero=2", "engine.offload_param=cpu"],
+            "engine.offload_param",
+            '"cpu" needs layout.zero >= 3, but the ZeRO stage is 2',
         ),
         (
             ["engine.name=deepspeed", "engine.offload_optimizer=nvme"],
             "engine.nvme_path",
-            "is needed",
+            "is required",
         ),
     ],
 )
-def test_rules_between_values_say_what_to_change(
-    overrides: list[str], path: str, message: str
-) -> None:
+def test_rules_say_what_to_change(overrides: list[str], path: str, message: str) -> None:
     found = problems(*overrides)
     assert any(key.startswith(path) and message in text for key, text in found.items()), found
 
 
-def test_rules_hold_even_where_another_section_is_wrong() -> None:
+def test_rules_are_checked_even_if_another_section_is_invalid() -> None:
     found = problems("model.heads=3", "train.lr=abc")
     assert set(found) == {"model.heads", "train.lr"}
 
 
-def test_a_section_that_is_no_table_is_told() -> None:
-    assert "expected a table, [model], got 3" in problems(tables={"model": 3})["model"]
+def test_a_section_that_is_not_a_table_is_reported() -> None:
+    assert "expected a table [model], got 3" in problems(tables={"model": 3})["model"]
 
 
 @pytest.mark.parametrize(
@@ -149,18 +160,18 @@ def test_a_section_that_is_no_table_is_told() -> None:
     [
         ("run.toml", "[train\n", "is not valid TOML"),
         ("run.yaml", "a: [", "is not valid YAML"),
-        ("run.yaml", "- 1", "must hold one table per section"),
+        ("run.yaml", "- 1", "must contain one table per section"),
         ("run.json", "{}", "must end in .toml, .yaml or .yml"),
         ("run.toml", "\xff", "not UTF-8"),
         ("run.toml", "a = " + "[" * 9999, "is not valid TOML"),
         ("run.toml", "a = 1" + "0" * 5000, "is not valid TOML"),
-        ("run.yaml", "a: " + "[" * 9999, "is not valid YAML"),
+        ("run.yaml", "a: " + "[" * 999, "is not valid YAML"),
         ("run.yaml", "a: 2024-13-45", "is not valid YAML"),
         ("run.yaml", "train: &a {x: *a}", "is not valid YAML"),
         ("run.yaml", "1: 2", "unknown section"),
     ],
 )
-def test_unreadable_files_are_told(tmp_path: Path, name: str, content: str, message: str) -> None:
+def test_invalid_files_are_rejected(tmp_path: Path, name: str, content: str, message: str) -> None:
     (tmp_path / name).write_bytes(content.encode("latin-1"))
     with pytest.raises(UserError, match=message):
         load_run(tmp_path / name)
@@ -178,7 +189,7 @@ def test_yaml_cannot_build_objects(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("override", ["steps=3", "train.steps", ".steps=3", "train.=3"])
-def test_malformed_overrides_are_told(override: str) -> None:
+def test_malformed_overrides_are_rejected(override: str) -> None:
     with pytest.raises(UserError, match=r"must look like section\.key=value"):
         load_run(None, [override])
 
@@ -189,7 +200,7 @@ def test_the_run_is_frozen() -> None:
         run.train.steps = 3  # type: ignore[misc]
 
 
-def test_layout_fills_in_the_rest() -> None:
+def test_an_axis_of_minus_one_takes_the_remaining_devices() -> None:
     layout = Layout(replicate=2, tensor=2)
     assert layout.resolve(8) == {
         "replicate": 2,
@@ -198,21 +209,21 @@ def test_layout_fills_in_the_rest() -> None:
         "tensor": 2,
         "pipeline": 1,
     }
-    with pytest.raises(ValueError, match="needs 4 processes and there are 6"):
+    with pytest.raises(ValueError, match="needs 4 processes, but there are 6"):
         layout.resolve(6)
 
 
 def test_derived_values_are_shown() -> None:
     run = load_run(None, ["train.micro_batch=2", "train.global_batch=8", "data.context=1024"])
     derived = derived_values(run)
-    assert derived["batch"] == "8 = micro 2 × accumulation 4 × data-parallel 1"
-    assert derived["tokens"] == "8,192 a step × 400 steps = 3,276,800"
+    assert derived["batch"] == "8 = micro-batch 2 × gradient accumulation 4 × data-parallel 1"
+    assert derived["tokens"] == "8,192 per step × 400 steps = 3,276,800"
 
 
 def test_schema_describes_every_key() -> None:
     schema = Run.model_json_schema()
     train = schema["$defs"]["Train"]["properties"]
-    assert train["grad_clip"]["description"].startswith("Largest global gradient norm")
+    assert train["grad_clip"]["description"].startswith("Maximum global gradient norm")
     assert json.dumps(schema)
 
 
@@ -221,7 +232,7 @@ def test_config_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_a_schedule_that_torch_is_too_old_for_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zbv_needs_torch_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["layout.pipeline=2", "layout.schedule=zbv", "train.global_batch=2"]
     load_run(None, [*overrides, "model.layers=4"], world=2)
     monkeypatch.setattr("longspan.rules.version", lambda _: "2.11.0+cu130")
@@ -230,22 +241,20 @@ def test_a_schedule_that_torch_is_too_old_for_is_refused(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("layout", "world", "remat", "advice"),
+    ("layout", "world", "mode", "advice"),
     [("layout.shard=1", 2, "selective", '"full"'), ("layout.sequence=2", 4, "full", '"none"')],
 )
-def test_what_keeps_some_activations_is_refused_with_zbv(
-    layout: str, world: int, remat: str, advice: str
-) -> None:
+def test_zbv_rejects_saved_activations(layout: str, world: int, mode: str, advice: str) -> None:
     overrides = ["layout.pipeline=2", "layout.schedule=zbv", "train.global_batch=2", layout]
-    overrides += ["model.layers=4", "layout.zero=2", f"train.activation_checkpointing={remat}"]
-    with pytest.raises(UserError, match=f"would need twice: use {advice}"):
+    overrides += ["model.layers=4", "layout.zero=2", f"train.activation_checkpointing={mode}"]
+    with pytest.raises(UserError, match=f"activations twice: use {advice}"):
         load_run(None, overrides, world=world)
 
 
-def test_an_override_may_reach_into_a_table_but_not_into_a_value() -> None:
+def test_an_override_can_set_a_key_of_a_table_but_not_of_a_value() -> None:
     run = load_run(None, ["model.linear=sketched", 'model.sketch.ranks."*.mlp.*"=4'])
     assert run.model.sketch.ranks == {"*.mlp.*": 4}
-    with pytest.raises(UserError, match=r"sets a key of train\.steps, which is 7"):
+    with pytest.raises(UserError, match=r"needs a table train\.steps, but train\.steps is 7"):
         load_run(None, ["train.steps=7", "train.steps.foo=9"])
     for broken in ("train..steps=1", "train.=1", ".steps=1", 'model."a=1'):
         with pytest.raises(UserError, match="must look like section"):

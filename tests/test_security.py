@@ -1,4 +1,4 @@
-"""Nothing a run reads can run code, and nothing it reads leads out of its folder."""
+"""Files that a run reads cannot execute code or point outside their folder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from longspan import checkpoint
-from longspan.checkpoint import Part
+from longspan.checkpoint import TensorShard
 from longspan.checkpoint.format import Manifest, _canonical
 from longspan.errors import UserError
 from longspan.runfile import load_run
@@ -47,12 +47,12 @@ CALLS = {("torch", "load"), ("torch", "save"), ("yaml", "load"), ("yaml", "unsaf
 CALLS |= {("os", "system"), ("os", "popen"), ("dist", "gather_object"), ("np", "load")}
 
 
-def test_no_code_is_ever_read() -> None:
+def test_no_file_is_read_as_code() -> None:
     for path in PACKAGE.rglob("*.py"):
         assert dangerous(ast.parse(path.read_text())) == [], path
 
 
-def test_the_search_finds_what_it_should() -> None:
+def test_dangerous_calls_are_found() -> None:
     source = """
 import pickle, yaml
 from cloudpickle import loads
@@ -68,46 +68,46 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
-def mutated(value: Any, chance: random.Random) -> Any:
-    """Something of it replaced, removed, doubled or renamed."""
-    if isinstance(value, dict) and value and chance.random() < 0.9:
-        key = chance.choice(sorted(value))
+def mutated(value: Any, rng: random.Random) -> Any:
+    """Return `value` with something replaced, removed, duplicated or renamed."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(sorted(value))
         changed = dict(value)
-        match chance.randrange(5):
+        match rng.randrange(5):
             case 0:
                 del changed[key]
             case 1:
-                changed[str(chance.choice(VALUES))[:50]] = changed.pop(key)
+                changed[str(rng.choice(VALUES))[:50]] = changed.pop(key)
             case _:
-                changed[key] = mutated(changed[key], chance)
+                changed[key] = mutated(changed[key], rng)
         return changed
-    if isinstance(value, list) and value and chance.random() < 0.8:
-        index = chance.randrange(len(value))
-        part = [mutated(value[index], chance)]
-        return value[:index] + part * chance.randrange(3) + value[index + 1 :]
-    return chance.choice(VALUES)
+    if isinstance(value, list) and value and rng.random() < 0.8:
+        index = rng.randrange(len(value))
+        item = [mutated(value[index], rng)]
+        return value[:index] + item * rng.randrange(3) + value[index + 1 :]
+    return rng.choice(VALUES)
 
 
-def everything_below(folder: Path) -> dict[str, bytes]:
+def files_below(folder: Path) -> dict[str, bytes]:
     return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
 
 
-def test_a_manifest_made_to_harm_is_told_or_harmless(tmp_path: Path) -> None:
-    """Its checksum is right: an attacker can compute it."""
-    parts = {
-        "model/a": Part.whole(torch.arange(6.0).view(2, 3)),
-        "model/b": Part.whole(torch.zeros(4)),
-        "rng/cpu": Part.whole(torch.zeros(3)),
+def test_a_malicious_manifest_is_rejected_or_harmless(tmp_path: Path) -> None:
+    """The checksum is valid, since an attacker can compute it."""
+    shards = {
+        "model/a": TensorShard.full(torch.arange(6.0).view(2, 3)),
+        "model/b": TensorShard.full(torch.zeros(4)),
+        "rng/cpu": TensorShard.full(torch.zeros(3)),
     }
-    path = checkpoint.save(tmp_path / "run", 1, parts, {"samples": 1})
+    path = checkpoint.save(tmp_path / "run", 1, shards, {"samples": 1})
     (tmp_path / "secret").write_text("not yours")
     body = json.loads((path / "manifest.json").read_text())
     del body["sha256"]
-    before, chance, told = everything_below(tmp_path), random.Random(0), 0
+    before, rng, rejected = files_below(tmp_path), random.Random(0), 0
     for _ in range(CASES):
         changed = body
-        for _ in range(chance.randint(1, 3)):
-            changed = mutated(changed, chance)
+        for _ in range(rng.randint(1, 3)):
+            changed = mutated(changed, rng)
         text = json.dumps(changed)
         if isinstance(changed, dict):
             digest = hashlib.sha256(_canonical(changed)).hexdigest()
@@ -120,10 +120,10 @@ def test_a_manifest_made_to_harm_is_told_or_harmless(tmp_path: Path) -> None:
                 for name in saved.shapes(group):
                     saved.read(f"{group}/{name}")
         except UserError:
-            told += 1
-    assert told > CASES // 2
+            rejected += 1
+    assert rejected > CASES // 2
     (path / "manifest.json").write_bytes(before[str(path / "manifest.json")])
-    assert everything_below(tmp_path) == before
+    assert files_below(tmp_path) == before
 
 
 def toml(value: Any) -> str:
@@ -137,7 +137,8 @@ def toml(value: Any) -> str:
 WORDS = [
     "steps", "hidden", "heads", "kv_heads", "layers", "source", "context", "preset", "lr", "kind",
     "segment_lengths", "dilation_rates", "block_size", "shard", "zero", "schedule", "precision",
-    "every", "keep", "seed", "optimizer", "activation_checkpointing", "nonsense", "ffn", "vocab", "global_batch",
+    "every", "keep", "seed", "optimizer", "activation_checkpointing", "nonsense", "ffn", "vocab",
+    "global_batch",
 ]  # fmt: skip
 SECTIONS = ["model", "attention", "data", "layout", "train", "checkpoint", "track", "engine", "x"]
 ODD: list[Any] = [
@@ -145,33 +146,31 @@ ODD: list[Any] = [
 ]  # fmt: skip
 
 
-def test_a_run_file_of_nonsense_is_told(tmp_path: Path) -> None:
-    chance, file, told = random.Random(1), tmp_path / "run.toml", 0
+def test_a_nonsense_run_file_is_rejected(tmp_path: Path) -> None:
+    rng, file, rejected = random.Random(1), tmp_path / "run.toml", 0
     for _ in range(CASES):
         lines = []
-        for section in chance.sample(SECTIONS, chance.randint(1, 4)):
+        for section in rng.sample(SECTIONS, rng.randint(1, 4)):
             lines.append(f"[{section}]")
-            keys = chance.sample(WORDS, chance.randint(0, 4))
-            lines += [f"{key} = {toml(chance.choice(ODD))}" for key in keys]
-        if chance.random() < 0.1:
-            lines.insert(
-                chance.randrange(len(lines) + 1), chance.choice(["[", "= 3", "\x01", "a.b"])
-            )
+            keys = rng.sample(WORDS, rng.randint(0, 4))
+            lines += [f"{key} = {toml(rng.choice(ODD))}" for key in keys]
+        if rng.random() < 0.1:
+            lines.insert(rng.randrange(len(lines) + 1), rng.choice(["[", "= 3", "\x01", "a.b"]))
         file.write_text("\n".join(lines))
         try:
-            load_run(file, world=chance.choice([None, 1, 2, 8]))
+            load_run(file, world=rng.choice([None, 1, 2, 8]))
         except UserError:
-            told += 1
-    assert CASES // 3 < told < CASES
+            rejected += 1
+    assert CASES // 3 < rejected < CASES
 
 
 @pytest.mark.parametrize("kind", ["shape", "type", "name", "not safetensors"])
-def test_a_file_that_is_not_what_the_manifest_says_is_told(tmp_path: Path, kind: str) -> None:
+def test_a_file_that_contradicts_the_manifest_is_rejected(tmp_path: Path, kind: str) -> None:
     from safetensors.torch import save_file
 
     from longspan.files import sha256_of
 
-    path = checkpoint.save(tmp_path, 1, {"model/a": Part.whole(torch.zeros(2, 3))}, {})
+    path = checkpoint.save(tmp_path, 1, {"model/a": TensorShard.full(torch.zeros(2, 3))}, {})
     file = path / "model-00000.safetensors"
     match kind:
         case "shape":
