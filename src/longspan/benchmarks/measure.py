@@ -1,33 +1,41 @@
-"""How the benches time functions and weigh their memory, and how they name the machine."""
+"""Helpers that the benchmarks share: time, memory, the machine's name, output as table and JSON."""
 
 from __future__ import annotations
 
+import json
 import statistics
 import subprocess
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from rich.console import Console
+from torch import Tensor
+
+from longspan.errors import UserError
+from longspan.torch_internals import TorchDispatchMode
 
 WARM_UP_S = 0.2
 
 
 def times_of(functions: Sequence[Callable[[], None]], device: str) -> list[tuple[float, float]]:
-    """Of each, median milliseconds and (slowest − fastest) / median, of 5 to 50 repetitions.
+    """Median milliseconds of each function, and the spread (slowest − fastest) / median.
 
-    They take turns, so that what slows the machine down for a while hits all alike. Clocks, caches
-    and threads are warm: each has run for WARM_UP_S before.
+    5 to 50 repetitions, in which the functions take turns, so that a temporary slowdown of the
+    machine affects all of them. Each runs for WARM_UP_S first.
     """
-    mean_s = statistics.mean(_warmed(function, device) for function in functions)
+    mean_s = statistics.mean(_warm_up(function, device) for function in functions)
     repetitions = min(50, max(5, int(0.5 / mean_s)))
     found = (_gpu_times if device == "cuda" else _cpu_times)(functions, repetitions)
     medians = [statistics.median(times) for times in found]
     return [(m, (max(times) - min(times)) / m) for m, times in zip(medians, found, strict=True)]
 
 
-def _warmed(function: Callable[[], None], device: str) -> float:
-    """Seconds of a call, roughly."""
+def _warm_up(function: Callable[[], None], device: str) -> float:
+    """Run for WARM_UP_S; returns the approximate seconds per call."""
     function()
     begin, calls = time.perf_counter(), 0
     while calls == 0 or time.perf_counter() - begin < WARM_UP_S:
@@ -41,15 +49,15 @@ def _warmed(function: Callable[[], None], device: str) -> float:
 def _cpu_times(functions: Sequence[Callable[[], None]], repetitions: int) -> list[list[float]]:
     times: list[list[float]] = [[] for _ in functions]
     for _ in range(repetitions):
-        for function, own in zip(functions, times, strict=True):
+        for function, samples in zip(functions, times, strict=True):
             start = time.perf_counter()
             function()
-            own.append(1e3 * (time.perf_counter() - start))
+            samples.append(1e3 * (time.perf_counter() - start))
     return times
 
 
 def _gpu_times(functions: Sequence[Callable[[], None]], repetitions: int) -> list[list[float]]:
-    """Queued one after another, as in training, between events on the device."""
+    """Time between CUDA events; launches are queued as in training."""
     cache = torch.empty(64 << 20, dtype=torch.int32, device="cuda")  # larger than any L2
     events = [
         [
@@ -59,18 +67,18 @@ def _gpu_times(functions: Sequence[Callable[[], None]], repetitions: int) -> lis
         for _ in functions
     ]
     for turn in range(repetitions):
-        for function, own in zip(functions, events, strict=True):
-            before, after = own[turn]
-            cache.zero_()  # no input is left in the cache by the last repetition
+        for function, pairs in zip(functions, events, strict=True):
+            before, after = pairs[turn]
+            cache.zero_()  # evicts the inputs from the L2 cache
             before.record()
             function()
             after.record()
     torch.cuda.synchronize()
-    return [[before.elapsed_time(after) for before, after in own] for own in events]
+    return [[before.elapsed_time(after) for before, after in pairs] for pairs in events]
 
 
 def captured(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
-    """What `function` does on the device, to be replayed without the host; it has run before."""
+    """Capture `function`, which must have run before, in a CUDA graph."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         function()
@@ -78,7 +86,7 @@ def captured(function: Callable[[], None]) -> torch.cuda.CUDAGraph:
 
 
 def extra_mib(function: Callable[[], None], must: int) -> float:
-    """The peak of the device's memory during a call, beyond what was there and `must` bytes."""
+    """Peak CUDA memory of a call, beyond what was allocated before it and `must` bytes."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
@@ -86,8 +94,56 @@ def extra_mib(function: Callable[[], None], must: int) -> float:
     return max(0, torch.cuda.max_memory_allocated() - before - must) / 2**20
 
 
+class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts the bytes of live storages that operators allocate, and their peak; for CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.now = self.peak = 0
+        self._seen: set[int] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor):
+                self._count(tensor)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        address, size = storage.data_ptr(), storage.nbytes()
+        if address in self._seen or size == 0:
+            return
+        self._seen.add(address)
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._free, address, size)
+
+    def _free(self, address: int, size: int) -> None:
+        self._seen.discard(address)
+        self.now -= size
+
+
+def require_cuda(verb: str) -> None:
+    if not torch.cuda.is_available():
+        raise UserError(f"longspan bench {verb} needs a CUDA device, and there is none")
+
+
+def open_console(json_file: Path | None) -> Console:
+    """A console for the tables; refuses a JSON file that cannot be written."""
+    if problem := unwritable([json_file] if json_file else []):
+        raise UserError(problem)
+    return Console() if Console().is_terminal else Console(width=120)
+
+
+def write_json(file: Path | None, where: str, setting: dict[str, Any], rows: Sequence[Any]) -> None:
+    if file is not None:
+        result = {"machine": where, "setting": setting, "rows": rows}
+        file.write_text(json.dumps(result, indent=1) + "\n")
+
+
 def unwritable(files: Sequence[Path]) -> str | None:
-    """What is wrong with the files to write: told at once, not after minutes of measuring."""
+    """Why a file cannot be written; checked before minutes of measuring, not after."""
     for file in files:
         try:
             file.open("a").close()
@@ -97,7 +153,7 @@ def unwritable(files: Sequence[Path]) -> str | None:
 
 
 def machine(device: str) -> str:
-    """The device, the version of torch and the commit."""
+    """The device, the torch version and the commit."""
     if device == "cuda":
         name = torch.cuda.get_device_name()
     else:

@@ -165,7 +165,8 @@ def _parser() -> argparse.ArgumentParser:
     info.set_defaults(verb=verbs.data_info)
 
     bench = commands.add_parser("bench", help="measure speed and memory on this machine")
-    bench_verbs = bench.add_subparsers(required=True, metavar="attention|exchange|linear")
+    kinds = "attention|checkpoint|conversion|engines|exchange|linear|loss|memory"
+    bench_verbs = bench.add_subparsers(required=True, metavar=kinds)
     attention = bench_verbs.add_parser(
         "attention", help="compare dilated with dense and with branch-by-branch attention"
     )
@@ -192,17 +193,52 @@ def _parser() -> argparse.ArgumentParser:
     )
     linear.add_argument("--tokens", type=int, metavar="N", help="number of input rows")
     linear.add_argument(
-        "--shares",
+        "--fractions",
         type=float,
         nargs="+",
         metavar="F",
-        help="fractions of nn.Linear's parameters to store (0.5 0.25 0.125)",
+        help="fractions of nn.Linear's parameters (0.5 0.25 0.125)",
     )
     linear.add_argument(
         "--compile", action="store_true", default=None, help="also with torch.compile, as on CUDA"
     )
     linear.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     linear.set_defaults(verb=verbs.bench_linear)
+    loss = bench_verbs.add_parser("loss", help="compare chunked with plain cross-entropy")
+    loss.add_argument("--lengths", type=int, nargs="+", metavar="N", help="tokens")
+    loss.add_argument("--width", type=int, metavar="N", help="features of a token")
+    loss.add_argument("--vocab", type=int, metavar="N", help="size of the vocabulary (50304)")
+    loss.set_defaults(verb=verbs.bench_loss)
+    conversion = bench_verbs.add_parser(
+        "conversion", help="convert a run by each method of `sketch`, and fine-tune it"
+    )
+    conversion.add_argument(
+        "run_dir", type=Path, nargs="?", metavar="RUN_DIR", help="a trained run (the built-in one)"
+    )
+    conversion.add_argument("--steps", type=int, default=200, help="of fine-tuning (200)")
+    conversion.add_argument(
+        "--keep", type=float, default=0.5, help="fraction of the dense parameters (0.5)"
+    )
+    conversion.set_defaults(verb=verbs.bench_conversion)
+    saves = bench_verbs.add_parser(
+        "checkpoint", help="measure how long training waits for a checkpoint"
+    )
+    saves.add_argument("--gib", type=float, default=1.0, help="size of the checkpoint (1)")
+    saves.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="of the tensors (cpu)"
+    )
+    saves.set_defaults(verb=verbs.bench_checkpoint)
+    engines = bench_verbs.add_parser("engines", help="compare the engines on one run")
+    engines.set_defaults(verb=verbs.bench_engines)
+    memory = bench_verbs.add_parser(
+        "memory", help="compare planned with measured memory, on one GPU"
+    )
+    memory.add_argument("--gpus", type=int, default=1, metavar="N", help="of the planned run (1)")
+    memory.set_defaults(verb=verbs.bench_memory)
+    for each in (engines, memory):
+        each.add_argument("items", nargs="*", metavar="section.key=value", help="overrides")
+    for each in (loss, conversion, saves, engines, memory):
+        each.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
 
     export = commands.add_parser("export", help="export a run's weights to a Hugging Face folder")
     export.add_argument("run_dir", type=Path, metavar="RUN_DIR")

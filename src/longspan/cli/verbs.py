@@ -265,12 +265,48 @@ def bench_linear(args: argparse.Namespace) -> None:
     given = {
         "sizes": args.sizes and tuple(sorted(args.sizes)),
         "tokens": args.tokens,
-        "shares": args.shares and tuple(args.shares),
+        "fractions": args.fractions and tuple(args.fractions),
         "compiled": args.compile,
     }
     setting = GPU if _builtin_name() == "cuda" else CPU
     setting = replace(setting, **{name: x for name, x in given.items() if x is not None})
     bench_linear(setting, args.json)
+
+
+def bench_loss(args: argparse.Namespace) -> None:
+    from dataclasses import replace
+
+    from longspan.benchmarks.loss import CPU, GPU, bench_loss
+
+    lengths = args.lengths and tuple(args.lengths)
+    given = {"lengths": lengths, "width": args.width, "vocab": args.vocab}
+    setting = GPU if _builtin_name() == "cuda" else CPU
+    setting = replace(setting, **{name: x for name, x in given.items() if x is not None})
+    bench_loss(setting, args.json)
+
+
+def bench_conversion(args: argparse.Namespace) -> None:
+    from longspan.benchmarks.conversion import bench_conversion
+
+    bench_conversion(args.run_dir, args.steps, args.keep, _builtin_name(), args.json)
+
+
+def bench_checkpoint(args: argparse.Namespace) -> None:
+    from longspan.benchmarks.checkpoint import bench_checkpoint
+
+    bench_checkpoint(args.gib, args.device, args.json)
+
+
+def bench_engines(args: argparse.Namespace) -> None:
+    from longspan.benchmarks.engines import bench_engines
+
+    bench_engines(_builtin_name(), args.items, args.json)
+
+
+def bench_memory(args: argparse.Namespace) -> None:
+    from longspan.benchmarks.memory import bench_memory
+
+    bench_memory(args.gpus, args.items, args.json)
 
 
 def export(args: argparse.Namespace) -> None:
