@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from longspan import __version__
 from longspan.cli import verbs
+
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -32,6 +36,17 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
+    _add_running(commands)
+    _add_trained(commands)
+    _add_data(commands)
+    _add_bench(commands)
+    _add_checkpoint(commands)
+    _add_config(commands)
+    return parser
+
+
+def _add_running(commands: Commands) -> None:
+    """Add the commands that take a run file: train, plan, verify, drill."""
     train = commands.add_parser("train", help="train a model, on one process or many")
     _add_run_arguments(train)
     where = train.add_mutually_exclusive_group()
@@ -85,6 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     drill.add_argument("--seed", type=int, default=0, help="seed for which faults occur when (0)")
     drill.set_defaults(verb=verbs.drill)
 
+
+def _add_trained(commands: Commands) -> None:
+    """Add the commands that take a trained run: generate, sketch, export."""
     generate = commands.add_parser("generate", help="generate text with a trained model")
     generate.add_argument("run_dir", type=Path, metavar="RUN_DIR")
     generate.add_argument("--prompt", required=True)
@@ -141,6 +159,14 @@ def _parser() -> argparse.ArgumentParser:
     sketched.add_argument("--json", action="store_true", help="print the result as JSON")
     sketched.set_defaults(verb=verbs.sketch)
 
+    export = commands.add_parser("export", help="export a run's weights to a Hugging Face folder")
+    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
+    export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
+    export.add_argument("--step", type=int, help="step of the checkpoint (the newest)")
+    export.set_defaults(verb=verbs.export)
+
+
+def _add_data(commands: Commands) -> None:
     data = commands.add_parser("data", help="build and inspect token shards")
     data_verbs = data.add_subparsers(required=True, metavar="build|info")
     build = data_verbs.add_parser("build", help="tokenize text into shards")
@@ -164,9 +190,11 @@ def _parser() -> argparse.ArgumentParser:
     info.add_argument("--json", action="store_true", help="print the result as JSON")
     info.set_defaults(verb=verbs.data_info)
 
+
+def _add_bench(commands: Commands) -> None:
     bench = commands.add_parser("bench", help="measure speed and memory on this machine")
-    kinds = "attention|checkpoint|conversion|engines|exchange|linear|loss|memory"
-    bench_verbs = bench.add_subparsers(required=True, metavar=kinds)
+    benchmarks = "attention|checkpoint|conversion|engines|exchange|linear|loss|memory"
+    bench_verbs = bench.add_subparsers(required=True, metavar=benchmarks)
     attention = bench_verbs.add_parser(
         "attention", help="compare dilated with dense and with branch-by-branch attention"
     )
@@ -205,8 +233,8 @@ def _parser() -> argparse.ArgumentParser:
     linear.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
     linear.set_defaults(verb=verbs.bench_linear)
     loss = bench_verbs.add_parser("loss", help="compare chunked with plain cross-entropy")
-    loss.add_argument("--lengths", type=int, nargs="+", metavar="N", help="tokens")
-    loss.add_argument("--width", type=int, metavar="N", help="features of a token")
+    loss.add_argument("--lengths", type=int, nargs="+", metavar="N", help="number of tokens")
+    loss.add_argument("--width", type=int, metavar="N", help="features per token")
     loss.add_argument("--vocab", type=int, metavar="N", help="size of the vocabulary (50304)")
     loss.set_defaults(verb=verbs.bench_loss)
     conversion = bench_verbs.add_parser(
@@ -215,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
     conversion.add_argument(
         "run_dir", type=Path, nargs="?", metavar="RUN_DIR", help="a trained run (the built-in one)"
     )
-    conversion.add_argument("--steps", type=int, default=200, help="of fine-tuning (200)")
+    conversion.add_argument("--steps", type=int, default=200, help="fine-tuning steps (200)")
     conversion.add_argument(
         "--keep", type=float, default=0.5, help="fraction of the dense parameters (0.5)"
     )
@@ -225,7 +253,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     saves.add_argument("--gib", type=float, default=1.0, help="size of the checkpoint (1)")
     saves.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cpu", help="of the tensors (cpu)"
+        "--device", choices=["cpu", "cuda"], default="cpu", help="device of the tensors (cpu)"
     )
     saves.set_defaults(verb=verbs.bench_checkpoint)
     engines = bench_verbs.add_parser("engines", help="compare the engines on one run")
@@ -233,19 +261,15 @@ def _parser() -> argparse.ArgumentParser:
     memory = bench_verbs.add_parser(
         "memory", help="compare planned with measured memory, on one GPU"
     )
-    memory.add_argument("--gpus", type=int, default=1, metavar="N", help="of the planned run (1)")
+    memory.add_argument("--gpus", type=int, default=1, metavar="N", help="GPUs to plan for (1)")
     memory.set_defaults(verb=verbs.bench_memory)
     for each in (engines, memory):
         each.add_argument("items", nargs="*", metavar="section.key=value", help="overrides")
     for each in (loss, conversion, saves, engines, memory):
         each.add_argument("--json", type=Path, metavar="FILE", help="write the figures as JSON")
 
-    export = commands.add_parser("export", help="export a run's weights to a Hugging Face folder")
-    export.add_argument("run_dir", type=Path, metavar="RUN_DIR")
-    export.add_argument("out", type=Path, metavar="OUT", help="a new folder")
-    export.add_argument("--step", type=int, help="step of the checkpoint (the newest)")
-    export.set_defaults(verb=verbs.export)
 
+def _add_checkpoint(commands: Commands) -> None:
     checkpoint = commands.add_parser(
         "checkpoint", help="list, verify or remove the checkpoints of a run"
     )
@@ -263,6 +287,8 @@ def _parser() -> argparse.ArgumentParser:
     rm.add_argument("steps", type=int, nargs="+", metavar="STEP")
     rm.set_defaults(verb=verbs.checkpoint_rm)
 
+
+def _add_config(commands: Commands) -> None:
     config = commands.add_parser("config", help="show a complete run file, or its schema")
     config_verbs = config.add_subparsers(required=True, metavar="show|schema")
     show = config_verbs.add_parser("show", help="every value, and what follows from them")
@@ -278,7 +304,6 @@ def _parser() -> argparse.ArgumentParser:
     show.set_defaults(verb=verbs.config_show)
     schema = config_verbs.add_parser("schema", help="the JSON schema of run files")
     schema.set_defaults(verb=verbs.config_schema)
-    return parser
 
 
 def _add_run_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from longspan.errors import Diverged, UserError
 
@@ -234,9 +235,13 @@ def data_info(args: argparse.Namespace) -> None:
         )
 
 
-def bench_attention(args: argparse.Namespace) -> None:
-    from dataclasses import replace
+def _setting(cpu: Any, gpu: Any, given: Mapping[str, Any]) -> Any:
+    """Return a benchmark's setting for this machine, with the values given on the command line."""
+    setting = gpu if _builtin_name() == "cuda" else cpu
+    return replace(setting, **{name: x for name, x in given.items() if x is not None})
 
+
+def bench_attention(args: argparse.Namespace) -> None:
     from longspan.benchmarks.attention import CPU, GPU, bench_attention
 
     given = {
@@ -246,9 +251,7 @@ def bench_attention(args: argparse.Namespace) -> None:
         "segment_lengths": args.segments and tuple(args.segments),
         "dilation_rates": args.rates and tuple(args.rates),
     }
-    setting = GPU if _builtin_name() == "cuda" else CPU
-    setting = replace(setting, **{name: x for name, x in given.items() if x is not None})
-    bench_attention(setting, args.json, args.plot)
+    bench_attention(_setting(CPU, GPU, given), args.json, args.plot)
 
 
 def bench_exchange(args: argparse.Namespace) -> None:
@@ -258,8 +261,6 @@ def bench_exchange(args: argparse.Namespace) -> None:
 
 
 def bench_linear(args: argparse.Namespace) -> None:
-    from dataclasses import replace
-
     from longspan.benchmarks.linear import CPU, GPU, bench_linear
 
     given = {
@@ -268,21 +269,15 @@ def bench_linear(args: argparse.Namespace) -> None:
         "fractions": args.fractions and tuple(args.fractions),
         "compiled": args.compile,
     }
-    setting = GPU if _builtin_name() == "cuda" else CPU
-    setting = replace(setting, **{name: x for name, x in given.items() if x is not None})
-    bench_linear(setting, args.json)
+    bench_linear(_setting(CPU, GPU, given), args.json)
 
 
 def bench_loss(args: argparse.Namespace) -> None:
-    from dataclasses import replace
-
     from longspan.benchmarks.loss import CPU, GPU, bench_loss
 
     lengths = args.lengths and tuple(args.lengths)
     given = {"lengths": lengths, "width": args.width, "vocab": args.vocab}
-    setting = GPU if _builtin_name() == "cuda" else CPU
-    setting = replace(setting, **{name: x for name, x in given.items() if x is not None})
-    bench_loss(setting, args.json)
+    bench_loss(_setting(CPU, GPU, given), args.json)
 
 
 def bench_conversion(args: argparse.Namespace) -> None:
