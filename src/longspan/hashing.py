@@ -1,26 +1,43 @@
-"""Random numbers that are a function of where they are used: no state, the same on every device."""
+"""Stateless random numbers: hashes of where they are used, the same on every device."""
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import TYPE_CHECKING
 
-_MASK = (1 << 32) - 1
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_MASK32 = (1 << 32) - 1
+_MASK64 = (1 << 64) - 1
 
 
-def uniform(seed: int, *indices: Tensor) -> Tensor:
-    """A number in [0, 1) per (seed, index, …): float64, the indices broadcast together.
+def hash64(*words: int) -> int:
+    """A 64-bit hash of integers, by SplitMix64: derives keys and seeds from other ones."""
+    state = 0
+    for word in words:
+        x = (state + word + 0x9E3779B97F4A7C15) & _MASK64
+        x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+        x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+        state = x ^ (x >> 31)
+    return state
 
-    Each index, an int64 below 2³¹, is folded into 32 bits of state held in int64 and mixed by
-    multiply and xor-shift.
+
+def lowbias32(x: Tensor) -> Tensor:
+    """C. Wellons' hash "lowbias32" of 32-bit integers held in int64.
+
+    No product overflows: the second factor is taken modulo 2³² to a magnitude below 2³¹.
     """
-    state: Tensor | int = (seed * 0x9E3779B1 + 0x7F4A7C15) & _MASK
-    for index in indices:
-        state = _mixed((state + index * 0x85EBCA77) & _MASK)
-    assert isinstance(state, Tensor)
-    return state.double() / 2.0**32
-
-
-def _mixed(x: Tensor) -> Tensor:
-    for _ in range(2):
-        x = ((x ^ (x >> 16)) * 0x45D9F3B) & _MASK
+    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _MASK32
+    x = ((x ^ (x >> 15)) * (0x846CA68B - (1 << 32))) & _MASK32
     return x ^ (x >> 16)
+
+
+def uniform(seed: int, index: Tensor, *indices: Tensor) -> Tensor:
+    """Uniform in [0, 1) for each (seed, index, …): float64, the indices broadcast together.
+
+    Indices are int64 below 2³¹. Only the seed modulo 2³² matters.
+    """
+    state: Tensor | int = (seed * 0x9E3779B1 + 0x7F4A7C15) & _MASK32
+    for i in (index, *indices):
+        state = lowbias32((state + i * 0x85EBCA77) & _MASK32)
+    return state.double() / 2.0**32  # type: ignore[union-attr]

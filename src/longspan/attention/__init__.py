@@ -1,9 +1,14 @@
-"""What is attended: patterns, the float64 oracle and the operator."""
+"""Attention: patterns, the float64 oracle, `attend`, context parallelism and modules."""
 
 from longspan.attention.cache import KVCache
-from longspan.attention.context_parallel.sharded import attend_sharded, best_shards, choose_way
+from longspan.attention.context_parallel.sharded import (
+    attend_sharded,
+    choose_shards,
+    choose_strategy,
+)
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.functional import attend, choose_backend
+from longspan.attention.mask import Mask
 from longspan.attention.modules import (
     BlockSparseAttention,
     DilatedAttention,
@@ -12,7 +17,6 @@ from longspan.attention.modules import (
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern, pattern_of
 from longspan.attention.picture import picture, picture_svg
-from longspan.attention.reference import Mask
 
 __all__ = [
     "BlockSparse",
@@ -29,9 +33,9 @@ __all__ = [
     "attend",
     "attend_oracle",
     "attend_sharded",
-    "best_shards",
     "choose_backend",
-    "choose_way",
+    "choose_shards",
+    "choose_strategy",
     "pattern_of",
     "picture",
     "picture_svg",

@@ -1,4 +1,4 @@
-"""Keys and values kept for decoding, for as long as a later query may see them."""
+"""The KV cache for decoding: it holds keys and values for as long as a later query may see them."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import torch
 from torch import Tensor
 
 from longspan.attention.functional import attend
+from longspan.attention.mask import Mask
 from longspan.attention.pattern import Pattern
-from longspan.attention.reference import Mask, masked_attention
+from longspan.attention.reference import reference_attention
 
 
 class KVCache:
-    """The cache of one attention layer.
+    """The KV cache of one attention layer.
 
-    Feed it the tokens of a sequence in order, any number at a time: the outputs are those of one
-    causal `attend` over the whole sequence. `rows` says how many positions it holds of the
-    `length` it has seen; under a dilated pattern that is at most the longest segment.
+    Call `attend` with the tokens of a sequence in order, any number at a time: the outputs equal
+    those of one causal `attend` over the whole sequence. `rows` is the number of positions in the
+    cache, out of `length` tokens seen so far; with a dilated pattern it is at most the longest
+    segment.
     """
 
     def __init__(self, pattern: Pattern) -> None:
@@ -30,28 +32,28 @@ class KVCache:
         return len(self._positions)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-        """Take the next tokens' q, k, v, shaped as for `attend`; returns the output at each q."""
+        """Append the next tokens' k and v; returns the output for q. Shapes as in `attend`."""
         scale = q.shape[3] ** -0.5 if scale is None else scale
         if not q.shape[1] == k.shape[1] == v.shape[1]:
             raise ValueError(
-                "a cache takes as many queries as keys and values, got "
+                "a KV cache needs the same number of queries, keys and values, got "
                 f"{q.shape[1]}, {k.shape[1]} and {v.shape[1]}"
             )
         new = torch.arange(self.length, self.length + q.shape[1])
         if self._keys is None or self._values is None:
             out = attend(q, k, v, self.pattern, scale=scale)
-            k, v = k.clone(), v.clone()  # the caller's may change
+            k, v = k.clone(), v.clone()  # the caller may overwrite them
         else:
             k, v = torch.cat([self._keys, k], dim=1), torch.cat([self._values, v], dim=1)
             new = torch.cat([self._positions, new])
-            out = masked_attention(q, k, v, Mask(self.pattern), scale, new)
+            out = reference_attention(q, k, v, Mask(self.pattern), scale, new)
         self.length += q.shape[1]
-        self._keep(k, v, new, heads=q.shape[2])
+        self._store(k, v, new, heads=q.shape[2])
         return out
 
-    def _keep(self, k: Tensor, v: Tensor, positions: Tensor, heads: int) -> None:
-        awaited = [self.pattern.awaits(positions, self.length, head) for head in range(heads)]
-        kept = torch.stack(awaited).any(0)
+    def _store(self, k: Tensor, v: Tensor, positions: Tensor, heads: int) -> None:
+        needed = [self.pattern.may_see(positions, self.length, head) for head in range(heads)]
+        kept = torch.stack(needed).any(0)
         if not kept.all():
             rows = kept.nonzero()[:, 0].to(k.device)
             k, v, positions = k[:, rows], v[:, rows], positions[kept]

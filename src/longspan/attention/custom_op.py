@@ -1,12 +1,12 @@
-"""Attention in branches as one custom operator: O(tokens) memory, exact gradients through the join.
+"""Branch attention as one custom operator: O(tokens) memory, exact gradients through the merge.
 
-A dense pattern is one branch whose segment is the sequence, and so is a block-sparse one, with
-lists of blocks. `views` does the work on a CPU, the Triton kernels of `launch` on a GPU.
+`cpu` computes it on a CPU, the Triton kernels of `kernels.dispatch` on a GPU. A dense or
+block-sparse pattern is one branch whose segment is the whole sequence.
 
-torch.compile, fake tensors and all that listens to operators see one custom operator with known
-shapes. Where none of them is about, the same functions are called through a plain autograd
-function: a custom operator's way in and out costs 0.4 ms on a slow core, more than a short
-attention takes.
+torch.compile, fake tensors and dispatch modes see a custom operator with known shapes. Without
+them the same functions run in a plain autograd function: a custom operator costs 0.4 ms of overhead
+on a slow core, more than a short attention takes. A pattern is passed as an object; only the custom
+operator needs it as plain numbers, see `flatten`.
 """
 
 from __future__ import annotations
@@ -19,110 +19,98 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from longspan.attention import cpu
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
+from longspan.dtypes import accumulation_dtype
+from longspan.torch_internals import has_dispatch_mode
+
+FlatPattern = tuple[Sequence[int], Sequence[int], Sequence[float], int]
+Ids = tuple[Tensor | None, Tensor | None]
 
 
-def attend_in_branches(
+def flatten(pattern: Pattern) -> FlatPattern:
+    """Segment lengths, dilation rates, fields of block sparsity and first head of a pattern."""
+    blocks = pattern.blocks if isinstance(pattern, Dilated) else pattern
+    fields: list[float] = []
+    if isinstance(blocks, BlockSparse):
+        *sizes, seed = astuple(blocks)
+        fields = [*map(float, sizes), float(seed % 2**32)]  # all of the seed that `uniform` uses
+    if isinstance(pattern, Dilated):
+        return pattern.segment_lengths, pattern.dilation_rates, fields, pattern.first_head
+    return (), (), fields, 0
+
+
+def unflatten(
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    fields: Sequence[float],
+    first_head: int,
+) -> Pattern:
+    """The inverse of `flatten`."""
+    blocks = None
+    if fields:
+        size, window, global_tokens, stride, density, seed = fields
+        sizes = int(size), int(window), int(global_tokens), int(stride)
+        blocks = BlockSparse(*sizes, density, int(seed))
+    if segment_lengths:
+        return Dilated(tuple(segment_lengths), tuple(dilation_rates), blocks, first_head)
+    return blocks or Dense()
+
+
+def attend_branches(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     pattern: Pattern,
-    *,
-    ids: tuple[Tensor | None, Tensor | None] = (None, None),
     is_causal: bool,
     scale: float,
     backend: str,
+    ids: Ids = (None, None),
 ) -> Tensor:
-    """q (batch, tokens, heads, head_dim); k, v the same with heads that divide q's.
+    """q (batch, tokens, heads, head_dim); k, v the same with a divisor of q's heads.
 
-    `ids`: int64 (batch, tokens) of the queries and of the keys; only equal ones meet.
+    `ids`: int64 (batch, tokens) of the queries and of the keys; a query sees a key only if their
+    ids are equal.
     """
-    tokens = q.shape[1]
-    blocks: BlockSparse | None = None
-    first_head = 0
-    match pattern:
-        case Dilated():
-            segment_lengths, rates = pattern.segment_lengths, pattern.dilation_rates
-            blocks, first_head = pattern.blocks, pattern.first_head
-        case BlockSparse(block_size=size):
-            segment_lengths, rates, blocks = (-(-tokens // size) * size,), (1,), pattern
-        case _:
-            assert isinstance(pattern, Dense)
-            segment_lengths, rates = (tokens,), (1,)
-    numbers: list[float] = []
-    if blocks is not None:
-        *sizes, seed = astuple(blocks)
-        numbers = [*map(float, sizes), float(seed % 2**32)]  # all of it that `uniform` uses
-    arguments = (
-        q,
-        k,
-        v,
-        *ids,
-        segment_lengths,
-        rates,
-        numbers,
-        first_head,
-        is_causal,
-        scale,
-        backend,
-    )
     out: Tensor
-    if _is_watched(q):
-        out, _ = branch_attention(*arguments)
+    if _needs_operator(q):
+        out, _ = branch_attention(q, k, v, *ids, *flatten(pattern), is_causal, scale, backend)
     else:
-        out, _ = _BranchAttention.apply(*arguments)  # type: ignore[no-untyped-call]
+        out, _ = _BranchAttention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, *ids, pattern, is_causal, scale, backend
+        )
     return out
 
 
-def _is_watched(q: Tensor) -> bool:
-    return (
-        torch.compiler.is_compiling()
-        or type(q) is not Tensor
-        or _get_current_dispatch_mode() is not None
-    )
+def attend_branches_with_lse(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Dilated, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Causal attention and its natural log-sum-exp (batch, tokens, heads), to merge with others.
 
-
-def branch_forward(
-    q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int], rates: Sequence[int],
-    first_head: int, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Causal dilated attention, and its natural log-sum-exp (batch, tokens, heads).
-
-    For one who joins it to other parts: no gradient flows, `branch_gradients` gives it.
+    Without autograd: `branch_gradients` computes the gradients.
     """
-    backend = "views" if q.device.type == "cpu" else "triton"
-    run = branch_attention if _is_watched(q) else _forward
-    out, lse = run(
-        q, k, v, None, None, segment_lengths, rates, [], first_head, True, scale, backend
-    )
-    return out, lse.transpose(1, 2) * (1 if backend == "views" else math.log(2))
+    backend = "cpu" if q.device.type == "cpu" else "triton"
+    if _needs_operator(q):
+        flat = flatten(pattern)
+        out, lse = branch_attention(q, k, v, None, None, *flat, True, scale, backend)
+    else:
+        out, lse = _forward(q, k, v, None, None, pattern, True, scale, backend)
+    return out, lse.transpose(1, 2) * (1 if backend == "cpu" else math.log(2))
 
 
 def branch_gradients(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    segment_lengths: Sequence[int], rates: Sequence[int], first_head: int, scale: float,
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, pattern: Dilated,
+    scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Its share of the gradients of q, k and v, where `out` and `lse` are the joined ones."""
-    backend = "views" if q.device.type == "cpu" else "triton"
-    stored = (lse / (1 if backend == "views" else math.log(2))).transpose(1, 2).contiguous()
-    return _backward(
-        grad, q, k, v, None, None, out, stored, segment_lengths, rates, [], first_head, True, scale,
-        backend,
-    )  # fmt: skip
+    """The branches' share of the gradients of q, k and v, given the merged `out` and `lse`."""
+    backend = "cpu" if q.device.type == "cpu" else "triton"
+    stored = (lse / (1 if backend == "cpu" else math.log(2))).transpose(1, 2).contiguous()
+    return _backward(grad, q, k, v, None, None, out, stored, pattern, True, scale, backend)
 
 
-def _blocks(numbers: Sequence[float]) -> BlockSparse | None:
-    if not numbers:
-        return None
-    size, window, global_tokens, stride, density, seed = numbers
-    return BlockSparse(int(size), int(window), int(global_tokens), int(stride), density, int(seed))
-
-
-def _ids(query_ids: Tensor | None, key_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if query_ids is None or key_ids is None else (query_ids, key_ids)
+def _needs_operator(q: Tensor) -> bool:
+    return torch.compiler.is_compiling() or type(q) is not Tensor or has_dispatch_mode()
 
 
 def _forward(
@@ -131,25 +119,19 @@ def _forward(
     v: Tensor,
     query_ids: Tensor | None,
     key_ids: Tensor | None,
-    segment_lengths: Sequence[int],
-    rates: Sequence[int],
-    blocks: Sequence[float],
-    first_head: int,
+    pattern: Pattern,
     is_causal: bool,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    """The output, shaped as q, and what its gradient needs: (batch, heads, tokens)."""
-    if backend == "views":
+    """The output, shaped like q, and its log-sum-exp (batch, heads, tokens) for the backward."""
+    if backend == "cpu":
         assert query_ids is None
-        assert not blocks
-        return cpu.forward(q, k, v, segment_lengths, rates, first_head, is_causal, scale)
+        assert isinstance(pattern, Dilated)
+        return cpu.forward(q, k, v, pattern, is_causal, scale)
     from longspan.attention.kernels import dispatch
 
-    ids = _ids(query_ids, key_ids)
-    return dispatch.forward(
-        q, k, v, ids, segment_lengths, rates, _blocks(blocks), first_head, is_causal, scale
-    )
+    return dispatch.forward(q, k, v, _both(query_ids, key_ids), pattern, is_causal, scale)
 
 
 def _backward(
@@ -161,51 +143,70 @@ def _backward(
     key_ids: Tensor | None,
     out: Tensor,
     lse: Tensor,
+    pattern: Pattern,
+    is_causal: bool,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    if backend == "cpu":
+        assert isinstance(pattern, Dilated)
+        return cpu.backward(grad_out, q, k, v, out, lse, pattern, is_causal, scale)
+    from longspan.attention.kernels import dispatch
+
+    ids = _both(query_ids, key_ids)
+    return dispatch.backward(grad_out, q, k, v, out, lse, ids, pattern, is_causal, scale)
+
+
+def _both(query_ids: Tensor | None, key_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if query_ids is None or key_ids is None else (query_ids, key_ids)
+
+
+@torch.library.custom_op("longspan::branch_attention", mutates_args=())
+def branch_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
     segment_lengths: Sequence[int],
-    rates: Sequence[int],
+    dilation_rates: Sequence[int],
+    blocks: Sequence[float],
+    first_head: int,
+    is_causal: bool,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
+    return _forward(q, k, v, query_ids, key_ids, pattern, is_causal, scale, backend)
+
+
+@torch.library.custom_op("longspan::branch_attention_backward", mutates_args=())
+def branch_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    query_ids: Tensor | None,
+    key_ids: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
     blocks: Sequence[float],
     first_head: int,
     is_causal: bool,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if backend == "views":
-        return cpu.backward(
-            grad_out, q, k, v, out, lse, segment_lengths, rates, first_head, is_causal, scale
-        )
-    from longspan.attention.kernels import dispatch
-
-    ids = _ids(query_ids, key_ids)
-    return dispatch.backward(
-        grad_out,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        ids,
-        segment_lengths,
-        rates,
-        _blocks(blocks),
-        first_head,
-        is_causal,
-        scale,
-    )
-
-
-branch_attention = torch.library.custom_op("longspan::branch_attention", _forward, mutates_args=())
-branch_attention_backward = torch.library.custom_op(
-    "longspan::branch_attention_backward", _backward, mutates_args=()
-)
+    tensors = grad_out, q, k, v, query_ids, key_ids, out, lse
+    pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
+    return _backward(*tensors, pattern, is_causal, scale, backend)
 
 
 @branch_attention.register_fake
-def _(
-    q: Tensor, k: Tensor, v: Tensor, query_ids: Any, key_ids: Any, segment_lengths: Any,
-    rates: Any, blocks: Any, first_head: int, is_causal: bool, scale: float, backend: str,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
-    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=exact, device=q.device)
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    shape = q.shape[0], q.shape[2], q.shape[1]
+    lse = torch.empty(shape, dtype=accumulation_dtype(q), device=q.device)
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse
 
 
@@ -242,4 +243,4 @@ class _BranchAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
-        return (*_backward(grad_out, *ctx.saved_tensors, *ctx.settings), *[None] * 9)
+        return (*_backward(grad_out, *ctx.saved_tensors, *ctx.settings), *[None] * 6)

@@ -1,4 +1,4 @@
-"""Attention as modules: patterns with their options, and a stand-in for nn.MultiheadAttention."""
+"""Attention modules: one per pattern, and a replacement for nn.MultiheadAttention."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from longspan.attention.pattern import BlockSparse, Dilated, Pattern
 
 
 class PatternAttention(nn.Module):
-    """`attend` with a fixed pattern; dropout acts in training, from torch's random state.
+    """`attend` with a fixed pattern; dropout acts in training and follows torch's random state.
 
-    With `sequence_parallel` the tokens given are this rank's shard of a sequence that lies on the
-    ranks of that group, in shards of one length.
+    With `sequence_parallel` the inputs are this rank's shard of a sequence that is split over that
+    group in shards of equal length (sequence, or context, parallelism).
     """
 
     def __init__(
@@ -48,9 +48,9 @@ class PatternAttention(nn.Module):
         documents: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
     ) -> Tensor:
-        """Tensors and options as for `attend`: (batch, tokens, heads, head_dim).
+        """Tensors (batch, tokens, heads, head_dim) and options are those of `attend`.
 
-        With `sequence_parallel` as for `attend_sharded`.
+        With `sequence_parallel` they are those of `attend_sharded`.
         """
         group = self.sequence_parallel
         call = attend if group is None else partial(attend_sharded, group=group)
@@ -73,7 +73,7 @@ class PatternAttention(nn.Module):
 
 
 def _new_seed(group: ProcessGroup | None, device: torch.device) -> int:
-    """From torch's random state; of several ranks, from the first one's."""
+    """A seed from torch's random state; in a group, from that of the first rank."""
     seed = torch.randint(1 << 31, ())
     if group is not None:
         seed = seed.to(device)
@@ -102,7 +102,7 @@ class DilatedAttention(PatternAttention):
 
 
 class BlockSparseAttention(PatternAttention):
-    """Attention over blocks of keys; the arguments are those of the BlockSparse pattern."""
+    """Block-sparse attention; the first arguments are those of the BlockSparse pattern."""
 
     def __init__(
         self,
@@ -126,20 +126,20 @@ class BlockSparseAttention(PatternAttention):
 
 
 class MultiheadDilatedAttention(nn.Module):
-    """Takes the place of `nn.MultiheadAttention(embed_dim, num_heads, batch_first=True)`.
+    """Replaces `nn.MultiheadAttention(embed_dim, num_heads, batch_first=True)`.
 
     Parameters have the same names and shapes, so a state dict of one loads into the other. Two
-    things differ: attention follows the dilated pattern, and weights are not returned, since they
-    are never formed: the second value of the result is None, and `need_weights=True` an error.
+    things differ: attention follows the dilated pattern, and attention weights are never computed:
+    the second value of the result is None, and `need_weights=True` is an error.
 
-    `sub_layer_norm` is MAGNETO's: a LayerNorm before the output projection, and Xavier's init with
+    `sub_layer_norm` is MAGNETO's: a LayerNorm before the output projection, and Xavier init with
     `magneto_gain` (√(ln 2·layers) for a decoder) on the value and output projections. With
-    `sequence_parallel` each rank of that group gives its shard of the tokens, and sums the
-    gradients of the parameters as in data parallel training.
+    `sequence_parallel` each rank of that group passes its shard of the tokens, and must all-reduce
+    the parameters' gradients as in data parallelism.
     """
 
-    # Read by nn.TransformerEncoderLayer, whose fused path would else run dense attention on the
-    # parameters below.
+    # nn.TransformerEncoderLayer reads these; its fused path would otherwise run dense attention on
+    # the parameters below.
     _qkv_same_embed_dim = False
     batch_first = True
 
@@ -163,19 +163,19 @@ class MultiheadDilatedAttention(nn.Module):
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
             )
-        place: dict[str, Any] = {"device": device, "dtype": dtype}
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.attention = DilatedAttention(
             segment_lengths, dilation_rates, dropout=dropout, sequence_parallel=sequence_parallel
         )
-        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **place))
+        self.in_proj_weight = nn.Parameter(torch.empty(3 * embed_dim, embed_dim, **factory))
         self.in_proj_bias: nn.Parameter | None
         self.register_parameter(
-            "in_proj_bias", nn.Parameter(torch.empty(3 * embed_dim, **place)) if bias else None
+            "in_proj_bias", nn.Parameter(torch.empty(3 * embed_dim, **factory)) if bias else None
         )
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **place)
-        self.norm = nn.LayerNorm(embed_dim, **place) if sub_layer_norm else nn.Identity()
-        self._initialise(magneto_gain if sub_layer_norm else None)
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **factory)
+        self.norm = nn.LayerNorm(embed_dim, **factory) if sub_layer_norm else nn.Identity()
+        self._reset_parameters(magneto_gain if sub_layer_norm else None)
 
     def forward(
         self,
@@ -190,18 +190,18 @@ class MultiheadDilatedAttention(nn.Module):
     ) -> tuple[Tensor, None]:
         """query (batch, queries, embed_dim), key and value (batch, keys, embed_dim).
 
-        `key_padding_mask`: bool (batch, keys), True for padding. `attn_mask` is only the hint that
-        torch passes along with `is_causal`; a mask of one's own has no place in the pattern.
+        `key_padding_mask`: bool (batch, keys), True for padding. `attn_mask` may only be
+        the causal mask that torch passes with `is_causal=True`; others are not supported.
         """
         if need_weights:
-            raise ValueError("need_weights must be False: the weights are never formed")
+            raise ValueError("need_weights must be False: attention weights are never computed")
         if attn_mask is not None and not is_causal:
             raise ValueError(
-                "attn_mask is only accepted with is_causal=True, as the causal mask: the dilated "
-                "pattern says which keys a query sees"
+                "attn_mask must be None, or the causal mask with is_causal=True: the dilated "
+                "pattern decides which keys a query sees"
             )
         if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
-            key_padding_mask = key_padding_mask < 0  # torch's own layers pass 0 and -inf
+            key_padding_mask = key_padding_mask < 0  # torch's layers pass 0 and -inf
         weights = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         q, k, v = (
@@ -211,8 +211,8 @@ class MultiheadDilatedAttention(nn.Module):
         out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask)
         return self.out_proj(self.norm(out.flatten(-2))), None
 
-    def _initialise(self, magneto_gain: float | None) -> None:
-        """nn.MultiheadAttention's own init, or MAGNETO's."""
+    def _reset_parameters(self, magneto_gain: float | None) -> None:
+        """Initialise like nn.MultiheadAttention, or like MAGNETO."""
         if magneto_gain is None:
             nn.init.xavier_uniform_(self.in_proj_weight)
         else:

@@ -1,7 +1,7 @@
-"""The float64 oracle: attention computed straight from the pattern's definition.
+"""The float64 oracle: attention computed directly from the pattern's definition.
 
-O(tokens²) memory and one loop over heads: slow, and easy to check by eye. Everything fast is
-compared with it.
+O(tokens²) memory and one loop over heads: slow, and easy to verify by reading. Every backend is
+tested against it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ def attend_oracle(
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
 ) -> Tensor:
-    """Softmax over the multiset of keys each query sees, in float64, differentiable by autograd.
+    """Softmax over the multiset of keys that each query sees, in float64, differentiable.
 
-    Arguments are those of `attend`. Returns float64 (batch, queries, heads, head_dim) on the CPU.
+    Takes the arguments of `attend`. Returns float64 (batch, queries, heads, head_dim) on the CPU.
     """
     q, k, v = q.double().cpu(), k.double().cpu(), v.double().cpu()
     (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
@@ -50,12 +50,12 @@ def attend_oracle(
         # A key seen c times contributes c·exp(score): log c added to its score, -inf for c = 0.
         scores = scale * q[:, :, head] @ k[:, :, head // group].mT + counts.double().log()
         uncovered = (counts == 0).all(-1, keepdim=True)
-        scores = scores.masked_fill(uncovered, 0.0)  # a softmax of nothing has no gradient
+        scores = scores.masked_fill(uncovered, 0.0)  # the softmax of an empty row has no gradient
         weights = scores.softmax(-1).masked_fill(uncovered, 0.0)
         if dropout_p > 0:
             rows = torch.arange(batch)[:, None, None]
-            place = rows, torch.tensor(head), query_at[:, None], key_at
-            kept = uniform(dropout_seed, *place) >= dropout_p
+            indices = rows, torch.tensor(head), query_at[:, None], key_at
+            kept = uniform(dropout_seed, *indices) >= dropout_p
             weights = weights * kept / (1 - dropout_p)
         outputs.append(weights @ v[:, :, head // group])
     return torch.stack(outputs, dim=2)

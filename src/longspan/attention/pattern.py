@@ -1,9 +1,9 @@
 """Patterns: which keys a query sees, and what that costs.
 
-A pattern is the one statement of the mask. The oracle, the operators, the FLOP counts and the rows
-a sequence shard must fetch are all derived from it. Positions and heads are counted from 0;
-`tokens` is the sequence length. What a query sees never depends on how long the sequence is, so a
-prefix of a sequence has the prefix of its mask.
+The pattern is the only definition of the mask. The oracle, the backends, the FLOP counts and the
+rows a sequence shard receives from other ranks are all derived from it. Positions and heads are
+counted from 0; `tokens` is the sequence length. What a query sees never depends on the sequence
+length, so a prefix of a sequence has the prefix of its mask.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.config import Attention, block_problem, branch_problems
+from longspan.checks import block_problem, branch_problems
+from longspan.config import Attention
 from longspan.hashing import uniform
 
 
 class Pattern(ABC):
-    """Which keys a query sees, per head."""
+    """Defines which keys a query sees, per head."""
 
     @abstractmethod
     def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
         """How often each query sees each key before causality: int64 (queries, keys).
 
         `queries` and `keys` are 1-D int64 tensors of absolute positions. A key that two branches
-        reach counts twice: the attention is one softmax over that multiset.
+        contain counts twice: the attention is one softmax over that multiset.
         """
 
     @abstractmethod
     def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
-        """Query-key pairs over all heads of one sequence, each counted as often as it is seen."""
+        """Query-key pairs of one sequence over all heads, each counted as often as it is seen."""
 
     @abstractmethod
     def covers(self, queries: Tensor, head: int) -> Tensor:
@@ -43,18 +44,18 @@ class Pattern(ABC):
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
         """Positions of the keys that queries in [start, stop) see, sorted: int64 (rows,)."""
 
-    def outer_rows(
+    def remote_key_rows(
         self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool
     ) -> Tensor:
-        """Those of `key_rows` that lie outside [start, stop)."""
+        """The `key_rows` outside [start, stop): those that other ranks hold."""
         rows = self.key_rows(start, stop, tokens, head, is_causal=is_causal)
         return rows[(rows < start) | (rows >= stop)]
 
     @abstractmethod
-    def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
+    def may_see(self, keys: Tensor, position: int, head: int) -> Tensor:
         """Whether a causal query at `position` or later may see each earlier key: bool (keys,).
 
-        What it denies, a cache may drop.
+        A KV cache may drop the other keys.
         """
 
     def flops(self, tokens: int, heads: int, head_dim: int, *, is_causal: bool) -> int:
@@ -65,7 +66,7 @@ class Pattern(ABC):
         return 4 * head_dim * self.pairs(tokens, heads, is_causal=is_causal)
 
     def uncovered(self, tokens: int, heads: int) -> Tensor:
-        """Queries that see nothing and give zeros: bool (tokens, heads)."""
+        """Queries that see no key and give zeros: bool (tokens, heads)."""
         position = torch.arange(tokens)
         return torch.stack([~self.covers(position, head) for head in range(heads)], dim=1)
 
@@ -86,21 +87,21 @@ class Dense(Pattern):
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
         return torch.arange(stop if is_causal else tokens)
 
-    def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
+    def may_see(self, keys: Tensor, position: int, head: int) -> Tensor:
         return torch.ones(len(keys), dtype=torch.bool)
 
 
 @dataclass(frozen=True)
 class BlockSparse(Pattern):
-    """Blocks of keys kept per block of queries, the same for every head.
+    """Each block of queries sees some blocks of keys, the same for every head.
 
-    With b = `block_size`, query block i = p // b keeps key block j = k // b where any of these
-    holds; the block of the query itself is always kept.
+    With b = `block_size`, query block i = p // b sees key block j = k // b if i = j or any of these
+    holds.
 
     - `local_window` tokens: |i − j| < local_window / b
     - `global_tokens`: j < global_tokens / b (all see them), or i < global_tokens / b (they see all)
     - `stride`: i ≡ j (mod stride), in blocks
-    - `density`: a fraction of all blocks, drawn one by one from a hash of (seed, i, j)
+    - `density`: a random fraction of all blocks, drawn by a hash of (seed, i, j)
     """
 
     block_size: int
@@ -123,10 +124,10 @@ class BlockSparse(Pattern):
         if self.stride < 0:
             raise ValueError(f"stride must be at least 0, in blocks, got {self.stride}")
         if not 0 <= self.density <= 1:
-            raise ValueError(f"density is the fraction of blocks kept, 0 to 1, got {self.density}")
+            raise ValueError(f"density is the fraction of blocks seen, 0 to 1, got {self.density}")
 
     def blocks(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
-        """Which key blocks each query block keeps, by block index: bool (queries, keys)."""
+        """Which key blocks each query block sees, by block index: bool (queries, keys)."""
         i, j = query_blocks[:, None], key_blocks[None, :]
         kept = (i == j) | ((i - j).abs() < self.local_window // self.block_size)
         global_blocks = self.global_tokens // self.block_size
@@ -141,7 +142,7 @@ class BlockSparse(Pattern):
     def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
         b = self.block_size
         index = torch.arange(-(-tokens // b))
-        sizes = (tokens - index * b).clamp(max=b)  # the last block may be short
+        sizes = (tokens - index * b).clamp(max=b)  # the last block may be shorter
         total = int((sizes * (sizes + 1) // 2).sum()) if is_causal else 0  # the diagonal blocks
         for rows in torch.split(index, 256):
             kept = self.blocks(rows, index)
@@ -164,9 +165,9 @@ class BlockSparse(Pattern):
         rows = (blocks[:, None] * b + torch.arange(b)).flatten()
         return rows[rows < (stop if is_causal else tokens)]
 
-    def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
+    def may_see(self, keys: Tensor, position: int, head: int) -> Tensor:
         if self.stride or self.density > 0:
-            return torch.ones(len(keys), dtype=torch.bool)  # any block may come up again
+            return torch.ones(len(keys), dtype=torch.bool)  # a later query may see any block
         here, block = position // self.block_size, keys // self.block_size
         near = here - block < max(1, self.local_window // self.block_size)
         if here < self.global_tokens // self.block_size:
@@ -178,9 +179,9 @@ class BlockSparse(Pattern):
 class Dilated(Pattern):
     """LongNet's branches: within segments of w tokens, head h keeps positions p ≡ h (mod r).
 
-    With `blocks`, a segment's kept rows, counted 0, 1, 2… from its start, see one another only
-    where that block-sparse pattern lets them. Where the tensors hold only some of a model's heads,
-    `first_head` says which of them their head 0 is.
+    With `blocks`, the kept rows of a segment, counted 0, 1, 2… from its start, see each other only
+    as that block-sparse pattern allows. If the tensors hold only some of a model's heads,
+    `first_head` is the index of the first of them.
     """
 
     segment_lengths: tuple[int, ...]
@@ -201,10 +202,10 @@ class Dilated(Pattern):
         p, k, head = queries[:, None], keys[None, :], self.first_head + head
         seen = torch.zeros(len(queries), len(keys), dtype=torch.int64)
         for w, r in self.branches:
-            together = (p // w == k // w) & (p % r == head % r) & (k % r == head % r)
+            in_branch = (p // w == k // w) & (p % r == head % r) & (k % r == head % r)
             if self.blocks is not None:
-                together &= self.blocks.counts(queries % w // r, keys % w // r, head) > 0
-            seen += together
+                in_branch &= self.blocks.counts(queries % w // r, keys % w // r, head) > 0
+            seen += in_branch
         return seen
 
     def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
@@ -225,7 +226,7 @@ class Dilated(Pattern):
         kept = [queries % r == (self.first_head + head) % r for r in self.dilation_rates]
         return torch.stack(kept).any(0)
 
-    def _spans(
+    def _branch_rows(
         self, start: int, stop: int, tokens: int, head: int, is_causal: bool
     ) -> Iterator[range]:
         """The rows that queries in [start, stop) see, branch by branch."""
@@ -238,7 +239,7 @@ class Dilated(Pattern):
                 yield range(first, end, r)
 
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
-        found = _union(self._spans(start, stop, tokens, head, is_causal))
+        found = _union(self._branch_rows(start, stop, tokens, head, is_causal))
         if self.blocks is None:
             return found
         position = torch.arange(start, stop)
@@ -247,30 +248,30 @@ class Dilated(Pattern):
             seen &= found[None, :] <= position[:, None]
         return found[seen.any(0)]
 
-    def outer_rows(
+    def remote_key_rows(
         self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool
     ) -> Tensor:
         if self.blocks is not None:
-            return super().outer_rows(start, stop, tokens, head, is_causal=is_causal)
-        outside = []  # without going through the rows inside, of which there may be a million
-        for span in self._spans(start, stop, tokens, head, is_causal):
-            outside.append(range(span.start, min(start, span.stop), span.step))
-            outside.append(range(_at_or_after(stop, span.start, span.step), span.stop, span.step))
+            return super().remote_key_rows(start, stop, tokens, head, is_causal=is_causal)
+        outside = []  # without listing the rows inside, of which there may be a million
+        for rows in self._branch_rows(start, stop, tokens, head, is_causal):
+            outside.append(range(rows.start, min(start, rows.stop), rows.step))
+            outside.append(range(_at_or_after(stop, rows.start, rows.step), rows.stop, rows.step))
         return _union(outside)
 
-    def awaits(self, keys: Tensor, position: int, head: int) -> Tensor:
-        awaited = torch.zeros(len(keys), dtype=torch.bool)
+    def may_see(self, keys: Tensor, position: int, head: int) -> Tensor:
+        needed = torch.zeros(len(keys), dtype=torch.bool)
         head += self.first_head
         for w, r in self.branches:
             segment = position // w
-            if _at_or_after(position, head, r) // w == segment:  # a query of this head is to come
-                awaited |= (keys // w == segment) & (keys % r == head % r)
-        return awaited
+            if _at_or_after(position, head, r) // w == segment:  # this head has a later query here
+                needed |= (keys // w == segment) & (keys % r == head % r)
+        return needed
 
 
-def _union(spans: Iterable[range]) -> Tensor:
-    """All members, sorted: int64."""
-    rows = [torch.arange(s.start, s.stop, s.step) for s in spans if s]
+def _union(ranges: Iterable[range]) -> Tensor:
+    """The sorted members of all ranges: int64."""
+    rows = [torch.arange(r.start, r.stop, r.step) for r in ranges if r]
     return torch.unique(torch.cat(rows)) if rows else torch.zeros(0, dtype=torch.int64)
 
 
@@ -280,7 +281,7 @@ def _at_or_after(start: int, head: int, r: int) -> int:
 
 
 def pattern_of(attention: Attention) -> Pattern:
-    """The pattern a run file's [attention] section describes."""
+    """The pattern of a run file's [attention] section."""
     if attention.kind == "dense":
         return Dense()
     if attention.kind == "block_sparse":

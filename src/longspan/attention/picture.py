@@ -1,4 +1,4 @@
-"""A small picture of a pattern's mask: rows are queries, columns are keys."""
+"""Pictures of a pattern's mask: rows are queries, columns are keys."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from longspan.attention.pattern import Pattern
 
-_SHADES = "·▒█"  # seen by none, by one branch, by more
+_SHADES = "·▒█"  # seen in no, one, several branches
 _COLOURS = ("#9db8d9", "#4a7ab5", "#1f3f70")
 _CELL = 6
 
@@ -19,7 +19,7 @@ def _counts(pattern: Pattern, tokens: int, head: int, is_causal: bool) -> Tensor
 
 
 def picture(pattern: Pattern, tokens: int, *, head: int = 0, is_causal: bool = True) -> str:
-    """The mask of one head in text, one character a pair: · unseen, ▒ seen once, █ more often."""
+    """The mask of one head as text, one character per pair: · unseen, ▒ seen once, █ more often."""
     rows = _counts(pattern, tokens, head, is_causal).clamp(max=2).tolist()
     return "\n".join("".join(_SHADES[count] for count in row) for row in rows)
 

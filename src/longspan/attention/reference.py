@@ -1,39 +1,26 @@
-"""The path that can do everything: any pattern, documents, padding, dropout, decoding.
+"""The backend that supports everything: any pattern, documents, padding, dropout, decoding.
 
-Queries go in chunks, each against the keys that the pattern says it needs, with the mask of that
-chunk alone; a chunk is computed again in the backward pass instead of being kept. Memory is
-O(tokens + chunk × keys), cost follows the pattern, and the arithmetic is float32. It is plain
-PyTorch, one head at a time: for what has no faster path.
+Queries are processed in chunks, each with the keys and the mask that the pattern gives it. Chunks
+are recomputed in the backward pass (activation checkpointing). Memory is O(tokens + chunk × keys),
+the cost follows the pattern, and the arithmetic is float32. It is plain PyTorch, one head at a
+time, for inputs without a faster backend.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from longspan.attention.pattern import Pattern
+from longspan.attention.mask import Mask
+from longspan.dtypes import accumulation_dtype
 from longspan.hashing import uniform
 
 CHUNK = 256
-"""Queries at a time."""
+"""Queries per chunk."""
 
 
-@dataclass(frozen=True)
-class Mask:
-    """What `attend` was asked for, beside the tensors."""
-
-    pattern: Pattern
-    is_causal: bool = True
-    documents: Tensor | None = None
-    key_padding_mask: Tensor | None = None
-    dropout_p: float = 0.0
-    dropout_seed: int = 0
-
-
-def masked_attention(
+def reference_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -47,11 +34,11 @@ def masked_attention(
 ) -> Tensor:
     """q (batch, queries, heads, head_dim); k, v (batch, keys, kv_heads, head_dim).
 
-    `key_positions`, int64 (keys,) and rising, says where the keys stand when not at 0, 1, 2…; it
-    must hold every position that the queries see. The queries follow one another from
-    `first_query`; unless given, causal ones end with the last key, others begin at 0. `first_head`
-    says which of the mask's heads the first one is, `tokens` how long the sequence is where it goes
-    on after the last key.
+    `key_positions`: increasing int64 (keys,), the positions of the keys if they are not 0, 1, 2…;
+    they must include every position that the queries see. Queries are consecutive and start at
+    `first_query`; by default causal queries end at the last key and others start at 0.
+    `first_head` is the index of q's first head in the pattern, `tokens` the length of the sequence
+    if it continues after the last key.
     """
     queries, heads = q.shape[1:3]
     group = heads // k.shape[2]
@@ -60,7 +47,7 @@ def masked_attention(
     tokens = int(key_positions[-1]) + 1 if tokens is None else tokens
     if first_query is None:
         first_query = tokens - queries if mask.is_causal else 0
-    by_head = []
+    outputs = []
     for head in range(heads):
         key, value = k[:, :, head // group], v[:, :, head // group]
         chunks = [
@@ -71,8 +58,8 @@ def masked_attention(
             )
             for start in range(0, queries, CHUNK)
         ]  # fmt: skip
-        by_head.append(torch.cat(chunks, dim=1))
-    return torch.stack(by_head, dim=2)
+        outputs.append(torch.cat(chunks, dim=1))
+    return torch.stack(outputs, dim=2)
 
 
 def _attend_chunk(
@@ -86,9 +73,9 @@ def _attend_chunk(
     mask: Mask,
     scale: float,
 ) -> Tensor:
-    """q (batch, chunk, head_dim) of queries from `first` on; k, v (batch, keys, head_dim)."""
+    """One head: q (batch, chunk, head_dim) from position `first`; k, v (batch, keys, head_dim)."""
     last, device = first + q.shape[1], q.device
-    exact = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = accumulation_dtype(q)
     rows = mask.pattern.key_rows(first, last, tokens, head, is_causal=mask.is_causal)
     position = torch.arange(first, last)
     counts = mask.pattern.counts(position, rows, head)
@@ -103,14 +90,14 @@ def _attend_chunk(
     if mask.key_padding_mask is not None:
         seen = seen & ~mask.key_padding_mask[:, rows][:, None, :]
 
-    with torch.autocast(device.type, enabled=False):  # which would take the products in 16 bits
-        scores = scale * (q.to(exact) @ k[:, index].to(exact).mT) + counts.to(exact).log()
+    with torch.autocast(device.type, enabled=False):  # it would run the products in 16 bits
+        scores = scale * (q.to(dtype) @ k[:, index].to(dtype).mT) + counts.to(dtype).log()
         scores = scores.masked_fill(~seen, -torch.inf)
         some = seen.any(-1, keepdim=True)  # a query that sees nothing gives zeros, not NaN
         weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
         if mask.dropout_p > 0:
             batch = torch.arange(q.shape[0], device=device)[:, None, None]
-            place = batch, torch.tensor(head, device=device), position[:, None], rows
-            kept = uniform(mask.dropout_seed, *place) >= mask.dropout_p
+            indices = batch, torch.tensor(head, device=device), position[:, None], rows
+            kept = uniform(mask.dropout_seed, *indices) >= mask.dropout_p
             weights = weights * kept / (1 - mask.dropout_p)
-        return (weights @ v[:, index].to(exact)).to(q.dtype)
+        return (weights @ v[:, index].to(dtype)).to(q.dtype)

@@ -1,9 +1,9 @@
-"""`longspan bench exchange`: what ranks that share a sequence send one another.
+"""`longspan bench exchange`: what ranks communicate under sequence (context) parallelism.
 
-First counted: real processes on this machine attend to a sequence that grows with them, and the
-bytes that each receives from the others are counted where they are handed to torch.distributed.
-Then planned: a billion tokens on 1,024 ranks, without any process; every row of every rank's plan
-is checked against the definition of the pattern.
+First counted: processes on this machine attend to a sequence that grows with their number, and the
+bytes that each receives are counted at the all-to-all. Then planned: the sparse KV exchange of a
+billion tokens on 1,024 ranks, without processes; every row of every rank is checked against the
+definition of the pattern.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.attention import (
     BlockSparse,
@@ -33,12 +32,13 @@ from longspan.attention import (
     Pattern,
     Shards,
     attend_sharded,
-    best_shards,
-    choose_way,
+    choose_shards,
+    choose_strategy,
 )
 from longspan.attention.context_parallel import ring as ring_module
-from longspan.attention.context_parallel.kv_exchange import outer_rows, rows_seen_elsewhere
+from longspan.attention.context_parallel.kv_exchange import remote_rows
 from longspan.errors import UserError
+from longspan.torch_internals import TorchDispatchMode
 
 HEAD_DIM = 16
 HEADS = Heads(4, 4)
@@ -51,110 +51,122 @@ TOKENS_PER_RANK = 512
 FLOAT_BYTES = 4
 TIMEOUT = timedelta(minutes=10)
 
-BILLION, MANY = 1 << 30, 1024
+PLANNED_TOKENS, PLANNED_RANKS = 1 << 30, 1024
 LONGNET = Dilated(tuple(2048 << 2 * i for i in range(10)), tuple(1 << 2 * i for i in range(10)))
 LONGNET_HEADS, LONGNET_ROW_BYTES = Heads(12, 12), 2 * 64 * 2
-"""A row: a key and a value of 64 bf16."""
+"""A row is a key and a value of 64 bf16 elements."""
 
 
-class Received(TorchDispatchMode):
-    """Counts the bytes that this rank takes from others through our exchange."""
+class ReceivedBytes(TorchDispatchMode):
+    """Counts the bytes that this rank receives from others by all-to-all."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if "ring_attention" in func.__name__:  # an operator that hides what is within
+        if "ring_attention" in func.__name__:  # a custom operator, which hides its all-to-alls
             with self:
                 return ring_module._forward(*args)
         if "all_to_all_single" in func.__name__:
-            rows, taken = args[0], args[1]
-            from_others = sum(taken) - taken[dist.get_rank()]
+            rows, receive_counts = args[0], args[1]
+            from_others = sum(receive_counts) - receive_counts[dist.get_rank()]
             self.bytes += from_others * rows[0:0].new_empty(rows.shape[1:]).nbytes
         return func(*args, **(kwargs or {}))
 
 
 @dataclass(frozen=True)
 class Row:
-    """Bytes that the rank with most receives; `balance` is most over mean work of a rank."""
+    """Bytes received by the rank with the most traffic.
+
+    `needed`: the remote keys and values that its queries see; no exchange of keys receives less.
+    """
 
     pattern: str
     ranks: int
-    way: str
-    seen: int
+    strategy: str
+    needed: int
     forward: int
     backward: int
     all_keys: int
-    for_heads: int
-    balance: float
+    ulysses: int
+    imbalance: float
 
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan of many ranks, of which every row was checked."""
+    """The exchange of many ranks, every row of which was checked."""
 
     tokens: int
     ranks: int
     seconds: float
     rows: int
-    most_rows: int
-    most_bytes: int
+    max_rows: int
+    max_bytes: int
     mean_bytes: float
-    most_peers: int
-    balance: float
+    max_peers: int
+    imbalance: float
 
 
 def bench_exchange(ranks: Sequence[int], json_file: Path | None) -> None:
-    """Count, plan, print the tables, and write what is asked for."""
+    """Count, plan, print the tables and write the JSON file."""
     if min(ranks) < 2:
         raise UserError(f"--ranks must be at least 2 each, got {min(ranks)}")
     console = Console() if Console().is_terminal else Console(width=120)
-    rows = [row for count in ranks for row in counted(count)]
+    rows = [row for count in ranks for row in count_received(count)]
     console.print(
-        f"{TOKENS_PER_RANK} tokens a rank, {HEADS.queries} heads × {HEAD_DIM}, float32, causal; "
-        "KiB received by the rank with most"
+        f"{TOKENS_PER_RANK} tokens per rank, {HEADS.queries} heads × {HEAD_DIM}, float32, causal; "
+        "KiB received by the rank with the most traffic"
     )
     console.print(_table(rows))
-    planned = plan_everywhere(LONGNET, Shards.even(BILLION, MANY), LONGNET_HEADS)
+    planned = plan_all_ranks(LONGNET, Shards.even(PLANNED_TOKENS, PLANNED_RANKS), LONGNET_HEADS)
     console.print(_planned_text(planned), soft_wrap=True)
     if json_file is not None:
         result = {"counted": [asdict(row) for row in rows], "planned": asdict(planned)}
         json_file.write_text(json.dumps(result, indent=1) + "\n")
 
 
-def counted(ranks: int) -> list[Row]:
+def count_received(ranks: int) -> list[Row]:
     """Each pattern on `ranks` processes."""
     tokens = ranks * TOKENS_PER_RANK
     with tempfile.TemporaryDirectory(prefix="longspan-exchange-") as folder:
-        spawn(_count, (ranks, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
+        spawn(_count_on_rank, (ranks, folder), nprocs=ranks)  # type: ignore[no-untyped-call]
         found = [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(ranks)]
     rows, vector = [], HEAD_DIM * FLOAT_BYTES
     for name, pattern in PATTERNS.items():
-        shards = best_shards(pattern, tokens, ranks, HEADS)
-        seen = [rows_seen_elsewhere(pattern, shards, r, HEADS, True) for r in range(ranks)]
+        shards = choose_shards(pattern, tokens, ranks, HEADS)
+        needed = [_count_remote_rows(pattern, shards, r, HEADS) for r in range(ranks)]
         q = torch.empty(1, TOKENS_PER_RANK, HEADS.queries, HEAD_DIM)
-        way = choose_way(q, q, pattern, shards).name
+        strategy = choose_strategy(q, q, pattern, shards).name
+        is_ulysses = strategy == "ulysses"
         row = Row(
             pattern=name,
             ranks=ranks,
-            way=way,
-            seen=2 * vector * max(seen),
-            forward=max(of_rank[name][0] for of_rank in found),
-            backward=max(of_rank[name][1] for of_rank in found),
+            strategy=strategy,
+            needed=2 * vector * max(needed),
+            forward=max(by_pattern[name][0] for by_pattern in found),
+            backward=max(by_pattern[name][1] for by_pattern in found),
             all_keys=2 * vector * HEADS.keys * (tokens - TOKENS_PER_RANK),
-            for_heads=4 * vector * HEADS.queries * (TOKENS_PER_RANK - TOKENS_PER_RANK // ranks),
-            balance=1.0 if way == "heads" else balance(pattern, shards, HEADS),
+            ulysses=4 * vector * HEADS.queries * (TOKENS_PER_RANK - TOKENS_PER_RANK // ranks),
+            imbalance=1.0 if is_ulysses else load_imbalance(pattern, shards, HEADS),
         )
-        if way != "heads":
-            taken = [of_rank[name][0] for of_rank in found]
-            assert taken == [2 * vector * count for count in seen], (taken, seen)
+        if not is_ulysses:
+            received = [by_pattern[name][0] for by_pattern in found]
+            assert received == [2 * vector * count for count in needed], (received, needed)
         rows.append(row)
     return rows
 
 
-def _count(rank: int, ranks: int, folder: str) -> None:
-    """In a process of its own: each pattern forward and backward, and what came in."""
+def _count_remote_rows(pattern: Pattern, shards: Shards, rank: int, heads: Heads) -> int:
+    """Rows of all key heads that a rank's causal queries see on other ranks."""
+    if shards.is_zigzag:
+        assert isinstance(pattern, Dense)
+        return heads.keys * (shards.chunks(rank)[-1].stop - shards.length(rank))
+    return sum(map(len, remote_rows(pattern, shards, rank, heads, True)))
+
+
+def _count_on_rank(rank: int, ranks: int, folder: str) -> None:
+    """In a new process: each pattern forward and backward, and the bytes received."""
     torch.set_num_threads(1)
     init = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=ranks, timeout=TIMEOUT)
@@ -164,10 +176,10 @@ def _count(rank: int, ranks: int, folder: str) -> None:
     for name, pattern in PATTERNS.items():
         shape = (1, TOKENS_PER_RANK, HEADS.queries, HEAD_DIM)
         q, k, v = (torch.randn(shape).requires_grad_() for _ in range(3))
-        shards = best_shards(pattern, ranks * TOKENS_PER_RANK, ranks, HEADS)
-        with Received() as forward:
+        shards = choose_shards(pattern, ranks * TOKENS_PER_RANK, ranks, HEADS)
+        with ReceivedBytes() as forward:
             out = attend_sharded(q, k, v, pattern, group=group, shards=shards)
-        with Received() as backward:
+        with ReceivedBytes() as backward:
             torch.autograd.grad(out, (q, k, v), torch.randn_like(out))
         found[name] = (forward.bytes, backward.bytes)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
@@ -175,34 +187,34 @@ def _count(rank: int, ranks: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def balance(pattern: Pattern, shards: Shards, heads: Heads) -> float:
-    """The most work of a rank over the mean: pairs of causal attention.
+def load_imbalance(pattern: Pattern, shards: Shards, heads: Heads) -> float:
+    """The maximum over the mean work of a rank, in pairs of causal attention.
 
-    What a query sees does not depend on what follows it, so the pairs of the queries [a, b) are
-    those of a sequence of b tokens less those of one of a.
+    What a query sees does not depend on later tokens, so the pairs of the queries [a, b) are those
+    of a sequence of b tokens minus those of one of a tokens.
     """
 
-    def before(tokens: int) -> int:
+    def pairs(tokens: int) -> int:
         return pattern.pairs(tokens, heads.queries, is_causal=True)
 
     work = [
-        sum(before(piece.stop) - before(piece.start) for piece in shards.pieces(rank))
+        sum(pairs(chunk.stop) - pairs(chunk.start) for chunk in shards.chunks(rank))
         for rank in range(shards.ranks)
     ]
     return max(work) * len(work) / sum(work)
 
 
-def plan_everywhere(pattern: Dilated, shards: Shards, heads: Heads) -> Planned:
-    """The causal exchange of all ranks, each row of it checked."""
+def plan_all_ranks(pattern: Dilated, shards: Shards, heads: Heads) -> Planned:
+    """The causal exchange of all ranks, every row of which is checked."""
     start = time.monotonic()
-    borders = torch.tensor(shards.borders)
+    boundaries = torch.tensor(shards.boundaries)
     received, peers, sent = [], [], torch.zeros(shards.ranks, dtype=torch.int64)
     for rank in range(shards.ranks):
-        own = shards.of(rank)
+        local = shards.local_range(rank)
         sources = torch.zeros(shards.ranks, dtype=torch.int64)
-        for head, rows in enumerate(outer_rows(pattern, shards, rank, heads, True)):
-            _check_rows(rows, pattern, own, head)
-            sources += torch.searchsorted(rows, borders).diff()
+        for head, rows in enumerate(remote_rows(pattern, shards, rank, heads, True)):
+            _check_rows(rows, pattern, local, head)
+            sources += torch.searchsorted(rows, boundaries).diff()
         assert sources[rank] == 0
         received.append(int(sources.sum()))
         peers.append(int((sources > 0).sum()))
@@ -213,32 +225,32 @@ def plan_everywhere(pattern: Dilated, shards: Shards, heads: Heads) -> Planned:
         ranks=shards.ranks,
         seconds=time.monotonic() - start,
         rows=sum(received),
-        most_rows=max(received),
-        most_bytes=max(received) * LONGNET_ROW_BYTES,
+        max_rows=max(received),
+        max_bytes=max(received) * LONGNET_ROW_BYTES,
         mean_bytes=sum(received) * LONGNET_ROW_BYTES / len(received),
-        most_peers=max(peers),
-        balance=balance(pattern, shards, heads),
+        max_peers=max(peers),
+        imbalance=load_imbalance(pattern, shards, heads),
     )
 
 
-def _check_rows(rows: Tensor, pattern: Dilated, own: range, head: int) -> None:
-    """Each row once, none needless and none missing, for one head of the queries `own`."""
+def _check_rows(rows: Tensor, pattern: Dilated, local: range, head: int) -> None:
+    """Check the remote rows of one head for the queries `local`: none missing, extra or repeated."""
     assert bool((rows.diff() > 0).all())
     needed = torch.zeros(len(rows), dtype=torch.bool)
-    for w, r, begin in _begun(pattern, own, head):
-        of_branch = (rows >= begin) & (rows < own.start) & (rows % r == head % r)
+    for w, r, begin in _open_segments(pattern, local, head):
+        in_branch = (rows >= begin) & (rows < local.start) & (rows % r == head % r)
         first = begin + (head - begin) % r
-        assert int(of_branch.sum()) == len(range(first, own.start, r)), (own, head, w, r)
-        needed |= of_branch
-    assert bool(needed.all()), (own, head)
+        assert int(in_branch.sum()) == len(range(first, local.start, r)), (local, head, w, r)
+        needed |= in_branch
+    assert bool(needed.all()), (local, head)
 
 
-def _begun(pattern: Dilated, own: range, head: int) -> Iterator[tuple[int, int, int]]:
-    """Branches (w, r) with a query among `own` in a segment that began before, and its begin."""
+def _open_segments(pattern: Dilated, local: range, head: int) -> Iterator[tuple[int, int, int]]:
+    """Branches (w, r) with a `local` query in a segment that began earlier, and its begin."""
     for w, r in pattern.branches:
-        begin = own.start // w * w
-        first_query = own.start + (head - own.start) % r
-        if begin < own.start and first_query < min(own.stop, begin + w):
+        begin = local.start // w * w
+        first_query = local.start + (head - local.start) % r
+        if begin < local.start and first_query < min(local.stop, begin + w):
             yield w, r, begin
 
 
@@ -247,25 +259,25 @@ def _planned_text(planned: Planned) -> str:
     return (
         f"{planned.tokens:,} tokens on {planned.ranks:,} ranks, {len(LONGNET.branches)} branches "
         f"of 2,048 rows, {LONGNET_HEADS.queries} heads × 64, bf16: planned and checked in "
-        f"{planned.seconds:.0f} s. {planned.rows:,} rows travel, each once. For a layer a rank "
-        f"receives {planned.mean_bytes / 2**20:.1f} MiB in the mean and "
-        f"{planned.most_bytes / 2**20:.1f} MiB at most, from at most {planned.most_peers} others; "
-        f"all keys would be {all_keys * LONGNET_ROW_BYTES / 2**30:,.0f} GiB. Most over mean work "
-        f"of a rank: {planned.balance:.4f}"
+        f"{planned.seconds:.0f} s. {planned.rows:,} rows are communicated, each once. Per layer a "
+        f"rank receives {planned.mean_bytes / 2**20:.1f} MiB on average and "
+        f"{planned.max_bytes / 2**20:.1f} MiB at most, from at most {planned.max_peers} others; "
+        f"all keys would be {all_keys * LONGNET_ROW_BYTES / 2**30:,.0f} GiB. Maximum over mean "
+        f"work of a rank: {planned.imbalance:.4f}"
     )
 
 
 def _table(rows: Sequence[Row]) -> Table:
     table = Table(box=None, header_style="bold")
-    for column in ("pattern", "way"):
+    for column in ("pattern", "strategy"):
         table.add_column(column)
     for column in (
-        "ranks", "keys seen elsewhere", "counted", "and backward", "all keys (ring, all-gather)",
-        "for heads", "work, most/mean",
+        "ranks", "remote keys needed", "received", "and backward", "all keys (ring, all-gather)",
+        "Ulysses", "work, max/mean",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for row in sorted(rows, key=lambda row: (list(PATTERNS).index(row.pattern), row.ranks)):
-        sizes = (row.seen, row.forward, row.backward, row.all_keys, row.for_heads)
+        sizes = (row.needed, row.forward, row.backward, row.all_keys, row.ulysses)
         kib = [f"{size / 1024:,.0f}" for size in sizes]
-        table.add_row(row.pattern, row.way, str(row.ranks), *kib, f"{row.balance:.3f}")
+        table.add_row(row.pattern, row.strategy, str(row.ranks), *kib, f"{row.imbalance:.3f}")
     return table

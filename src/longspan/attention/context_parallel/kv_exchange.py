@@ -1,62 +1,62 @@
-"""Which key rows a shard of a sequence needs from the other shards, and fetching exactly those.
+"""The sparse KV exchange: which key rows a sequence shard needs from other ranks, and the transfer.
 
-A sequence lies on the ranks of a group in consecutive shards. What a shard's queries see outside
-it follows from the pattern, so every rank knows, without asking, which of its rows go to whom. A
-row travels once, whatever the number of branches and of query heads that read it, and its gradient
-travels back. A branch whose segments lie inside shards sends nothing.
+Every rank holds consecutive positions. The pattern determines which remote rows a rank's queries
+see, so each rank knows without communication what to send. A row is sent once per rank, whatever
+the number of branches and query heads that read it, and its gradient is returned once. A branch
+whose segments lie inside the shards sends nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from longspan.attention.context_parallel.shards import Heads, Shards
-from longspan.attention.merge import exact_type
 from longspan.attention.pattern import Dense, Dilated, Pattern
+from longspan.dtypes import accumulation_dtype
+from longspan.torch_internals import all_to_all_async
 
 
 @lru_cache(maxsize=2048)
-@torch.inference_mode(False)  # what is kept may be used in training later
-def outer_rows(
+@torch.inference_mode(False)  # cached tensors may be used in training later
+def remote_rows(
     pattern: Pattern, shards: Shards, rank: int, heads: Heads, is_causal: bool
 ) -> tuple[Tensor, ...]:
-    """Positions outside its shard that a rank's queries see, sorted, for each key head."""
-    own = shards.of(rank)
-    if not isinstance(pattern, Dilated):  # alike for all heads
-        span = own.start, own.stop, shards.tokens
-        return (pattern.outer_rows(*span, 0, is_causal=is_causal),) * heads.keys
+    """Sorted positions on other ranks that a rank's queries see, for each key head."""
+    local = shards.local_range(rank)
+    if not isinstance(pattern, Dilated):  # the same for all heads
+        span = local.start, local.stop, shards.tokens
+        return (pattern.remote_key_rows(*span, 0, is_causal=is_causal),) * heads.keys
     found = []
     for key_head in range(heads.keys):
         rows = [
-            pattern.outer_rows(own.start, own.stop, shards.tokens, head, is_causal=is_causal)
-            for head in heads.readers(key_head)
+            pattern.remote_key_rows(
+                local.start, local.stop, shards.tokens, head, is_causal=is_causal
+            )
+            for head in heads.query_heads(key_head)
         ]
         found.append(rows[0] if len(rows) == 1 else torch.unique(torch.cat(rows)))
     return tuple(found)
 
 
-def rows_seen_elsewhere(
-    pattern: Pattern, shards: Shards, rank: int, heads: Heads, is_causal: bool
-) -> int:
-    """How many rows of all key heads a rank's queries see outside its pieces.
+def remote_row_counts(pattern: Pattern, shards: Shards, heads: Heads, is_causal: bool) -> Tensor:
+    """Rows of all key heads that each rank sees of each other rank: int64 (readers, owners)."""
+    ranks = range(shards.ranks)
+    if isinstance(pattern, Dense):
+        counts = [[shards.visible_keys(a, b, is_causal) for b in ranks] for a in ranks]
+        return heads.keys * torch.tensor(counts).fill_diagonal_(0)
+    boundaries = torch.tensor(shards.boundaries)
+    remote = (remote_rows(pattern, shards, rank, heads, is_causal) for rank in ranks)
+    found = (
+        torch.stack([torch.searchsorted(x, boundaries).diff() for x in rows]) for rows in remote
+    )
+    return torch.stack([counts.sum(0) for counts in found])
 
-    No exchange can do with fewer, but one that takes the queries elsewhere.
-    """
-    if shards.is_zigzag:
-        last = shards.pieces(rank)[-1]
-        assert isinstance(pattern, Dense)
-        return heads.keys * ((last.stop if is_causal else shards.tokens) - shards.length(rank))
-    return sum(map(len, outer_rows(pattern, shards, rank, heads, is_causal)))
 
-
-def rows_between(
+def rows_to_send(
     pattern: Pattern,
     shards: Shards,
     source: int,
@@ -64,135 +64,91 @@ def rows_between(
     heads: Heads,
     is_causal: bool,
 ) -> tuple[Tensor, ...]:
-    """Positions that `source` sends to `destination`, sorted, for each key head."""
-    wanted = outer_rows(pattern, shards, destination, heads, is_causal)
-    first, last = shards.borders[source], shards.borders[source + 1]
-    ends = torch.tensor([first, last])
-    cuts = [torch.searchsorted(rows, ends).tolist() for rows in wanted]
-    return tuple(rows[a:b] for rows, (a, b) in zip(wanted, cuts, strict=True))
+    """Sorted positions that `source` sends to `destination`, for each key head."""
+    needed = remote_rows(pattern, shards, destination, heads, is_causal)
+    ends = torch.tensor(shards.boundaries[source : source + 2])
+    cuts = [torch.searchsorted(rows, ends).tolist() for rows in needed]
+    return tuple(rows[a:b] for rows, (a, b) in zip(needed, cuts, strict=True))
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class KVExchange:
     """What one rank sends and receives. Rows are (position, key head) pairs."""
 
-    send_index: Tensor  # of the own (tokens · key heads) rows, by destination
-    sent: Tensor  # the same, each of them once
-    sent_index: Tensor  # where the rows of `send_index` stand in `sent`
+    send_index: Tensor  # of the local (tokens · key heads) rows, ordered by destination
+    unique_rows: Tensor  # the same rows without repetition
+    unique_index: Tensor  # the place of each row of `send_index` in `unique_rows`
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
-    received: tuple[Tensor, ...]  # per key head: which of the received rows are its, by position
-    positions: tuple[Tensor, ...]  # and where they stand in the sequence
+    received: tuple[Tensor, ...]  # per key head: its rows among the received ones, by position
+    positions: tuple[Tensor, ...]  # per key head: the positions of those rows
+
+    def send_async(self, k: Tensor, v: Tensor, group: str) -> Tensor:
+        """Start the exchange of k, v (batch, local tokens, key heads, head_dim).
+
+        Returns the received rows (rows, 2, batch, head_dim), complete after `wait`.
+        """
+        rows = torch.stack([x.flatten(1, 2)[:, self.send_index] for x in (k, v)])
+        rows = rows.permute(2, 0, 1, 3)
+        return all_to_all_async(rows, self.send_counts, self.receive_counts, group)
+
+    def return_async(self, grad_rows: Tensor, group: str) -> Tensor:
+        """Start to return the gradients of received rows to the ranks that sent them."""
+        return all_to_all_async(grad_rows, self.receive_counts, self.send_counts, group)
+
+    def add_returned(self, grad: Tensor, returned: Tensor) -> Tensor:
+        """Add returned gradients (rows, batch, head_dim) to the local gradient `grad`.
+
+        grad: (batch, tokens, key heads, head_dim). Several ranks may have seen a row: their
+        gradients are summed in float32.
+        """
+        dtype = accumulation_dtype(grad)
+        sums = returned.new_zeros(len(self.unique_rows), *returned.shape[1:], dtype=dtype)
+        sums.index_add_(0, self.unique_index, returned.to(dtype))
+        flat = grad.flatten(1, 2)
+        rows = flat[:, self.unique_rows].to(dtype) + sums.transpose(0, 1)
+        return flat.index_copy(1, self.unique_rows, rows.to(grad.dtype)).view(grad.shape)
 
 
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
-def plan_of(
+def plan_exchange(
     pattern: Pattern,
     shards: Shards,
     rank: int,
     heads: Heads,
     is_causal: bool,
     device: torch.device,
-) -> Plan:
-    """The exchange of a rank; all ranks' plans fit together."""
-    own = shards.of(rank)
-    between = [
+) -> KVExchange:
+    """The exchange of one rank; those of all ranks match."""
+    local = shards.local_range(rank)
+    peers = [
         (
-            rows_between(pattern, shards, rank, other, heads, is_causal),
-            rows_between(pattern, shards, other, rank, heads, is_causal),
+            rows_to_send(pattern, shards, rank, peer, heads, is_causal),
+            rows_to_send(pattern, shards, peer, rank, heads, is_causal),
         )
-        for other in range(shards.ranks)
+        for peer in range(shards.ranks)
     ]
-    sent = [
-        (rows - own.start) * heads.keys + key_head
-        for to, _ in between
-        for key_head, rows in enumerate(to)
-    ]
+    send_index = torch.cat(
+        [
+            (rows - local.start) * heads.keys + key_head
+            for sent, _ in peers
+            for key_head, rows in enumerate(sent)
+        ]
+    )
     places: list[list[Tensor]] = [[] for _ in range(heads.keys)]
     count = 0
-    for _, back in between:
-        for key_head, rows in enumerate(back):
+    for _, received in peers:
+        for key_head, rows in enumerate(received):
             places[key_head].append(torch.arange(count, count + len(rows)))
             count += len(rows)
-    send_index = torch.cat(sent)
-    once, index = torch.unique(send_index, return_inverse=True)
-    return Plan(
+    unique_rows, unique_index = torch.unique(send_index, return_inverse=True)
+    return KVExchange(
         send_index.to(device),
-        once.to(device),
-        index.to(device),
-        tuple(sum(map(len, to)) for to, _ in between),
-        tuple(sum(map(len, back)) for _, back in between),
-        tuple(torch.cat(parts).to(device) for parts in places),
-        outer_rows(pattern, shards, rank, heads, is_causal),
+        unique_rows.to(device),
+        unique_index.to(device),
+        tuple(sum(map(len, sent)) for sent, _ in peers),
+        tuple(sum(map(len, received)) for _, received in peers),
+        tuple(torch.cat(indices).to(device) for indices in places),
+        remote_rows(pattern, shards, rank, heads, is_causal),
     )
-
-
-def start(x: Tensor, given: Sequence[int], taken: Sequence[int], group: str) -> Tensor:
-    """Send given[i] rows of `x` to each rank i and begin to receive taken[i] rows from it.
-
-    What it returns is whole once it has `arrived`. `group`: the name of a process group. All that
-    ranks of a sequence tell one another goes through here.
-    """
-    received: Tensor = torch.ops._c10d_functional.all_to_all_single(
-        x.contiguous(), list(taken), list(given), group
-    )
-    return received
-
-
-def arrived(x: Tensor) -> Tensor:
-    """Wait for what `start` gave."""
-    whole: Tensor = torch.ops._c10d_functional.wait_tensor(x)
-    return whole
-
-
-def send_rows(k: Tensor, v: Tensor, plan: Plan, group: str) -> Tensor:
-    """k, v (batch, own tokens, key heads, head_dim) to the planned (rows, 2, batch, head_dim)."""
-    rows = torch.stack([x.flatten(1, 2)[:, plan.send_index] for x in (k, v)])
-    return start(rows.permute(2, 0, 1, 3), plan.send_counts, plan.receive_counts, group)
-
-
-def return_gradients(rows: Tensor, plan: Plan, group: str) -> Tensor:
-    """Gradients of what `send_rows` gave, back to the ranks they came from."""
-    return start(rows, plan.receive_counts, plan.send_counts, group)
-
-
-def with_returned(grad: Tensor, returned: Tensor, plan: Plan) -> Tensor:
-    """A rank's own share of a gradient (batch, tokens, key heads, head_dim) and what came back.
-
-    `returned`: (rows, batch, head_dim). A row has as many shares as ranks have seen it; they are
-    added up in float32.
-    """
-    exact = exact_type(grad)
-    shares = returned.new_zeros(len(plan.sent), *returned.shape[1:], dtype=exact)
-    shares.index_add_(0, plan.sent_index, returned.to(exact))
-    own = grad.flatten(1, 2)
-    rows = own[:, plan.sent].to(exact) + shares.transpose(0, 1)
-    return own.index_copy(1, plan.sent, rows.to(grad.dtype)).view(grad.shape)
-
-
-def fetch(k: Tensor, v: Tensor, plan: Plan, group: str) -> tuple[Tensor, Tensor]:
-    """The rows of keys and values that this rank's queries see elsewhere.
-
-    k, v: (batch, own tokens, key heads, head_dim), to (rows, batch, head_dim) each, in the order
-    of `plan`.
-    """
-    out: tuple[Tensor, Tensor] = _Fetch.apply(k, v, plan, group)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _Fetch(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, k: Tensor, v: Tensor, plan: Plan, group: str) -> tuple[Tensor, Tensor]:
-        ctx.plan, ctx.group, ctx.shape = plan, group, k.shape
-        received = arrived(send_rows(k, v, plan, group))
-        return received[:, 0], received[:, 1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
-        rows = torch.stack([grad_k, grad_v], dim=1)
-        returned = arrived(return_gradients(rows, ctx.plan, ctx.group))
-        none = rows.new_zeros(ctx.shape)
-        k, v = (with_returned(none, returned[:, i], ctx.plan) for i in (0, 1))
-        return k, v, None, None

@@ -1,13 +1,12 @@
-"""Dense attention over shards in rounds: keys come from one other rank at a time.
+"""Ring attention: dense attention over shards, with keys from one other rank at a time.
 
-In round s a rank takes the keys of the rank s before it while its own go to the rank s after it;
-each part is joined to the others by its log-sum-exp, in float32 (see `parts.py`). No rank ever
-holds the keys of more than two others. What causality hides from all queries of a rank is not sent
-to it, so every rank receives what its queries see and nothing else. The backward pass fetches the
-keys again and sends their gradients to whom they belong.
+In round s a rank receives keys of the rank s before it and sends its own to the rank s after it.
+Each partial is merged by its log-sum-exp, in float32 (see `merge`). No rank holds the keys of more
+than two others at a time. Keys that causality hides from all queries of a rank are not sent to it.
+The backward pass receives the keys again and returns their gradients.
 
-Pieces of a rank rise with the sequence. So the keys that a rank sees of another's are the first
-ones, and those that see them are its last queries.
+The chunks of a rank are in the order of the sequence. So the keys of another rank that it sees are
+the first ones, and the queries that see them are its last ones.
 """
 
 from __future__ import annotations
@@ -21,64 +20,59 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention.context_parallel.kv_exchange import arrived, start
 from longspan.attention.context_parallel.shards import Shards
-from longspan.attention.merge import attend_part, exact_type, join_part, part_gradients
+from longspan.attention.merge import attend_partial, merge_partial, partial_gradients
+from longspan.dtypes import accumulation_dtype
+from longspan.torch_internals import all_to_all_async, wait
 
 
 @dataclass(frozen=True)
 class Round:
-    """Keys that come from `source`, while the first `given` own ones go to `destination`."""
+    """Receive keys from `source` while the first `send_count` local ones go to `destination`."""
 
     source: int
     destination: int
-    given: int
-    taken: int
-    calls: tuple[tuple[int, slice], ...]  # queries from the first on, over some of those keys
-
-
-def seen_keys(shards: Shards, reader: int, owner: int, is_causal: bool) -> int:
-    """How many of its first keys `owner` gives to `reader`."""
-    last = shards.pieces(reader)[-1].start
-    return sum(len(p) for p in shards.pieces(owner) if not is_causal or p.start < last)
+    send_count: int
+    receive_count: int
+    calls: tuple[tuple[int, slice], ...]  # (first query, keys): attention over some of those keys
 
 
 @lru_cache(maxsize=64)
-def rounds_of(shards: Shards, rank: int, is_causal: bool) -> tuple[Round, ...]:
-    found = []
+def ring_schedule(shards: Shards, rank: int, is_causal: bool) -> tuple[Round, ...]:
+    rounds = []
     for s in range(1, shards.ranks):
         source, destination = (rank - s) % shards.ranks, (rank + s) % shards.ranks
-        given = seen_keys(shards, destination, rank, is_causal)
-        taken = seen_keys(shards, rank, source, is_causal)
-        calls = _calls(shards, rank, source, taken, is_causal)
-        found.append(Round(source, destination, given, taken, calls))
-    return tuple(found)
+        send_count = shards.visible_keys(destination, rank, is_causal)
+        receive_count = shards.visible_keys(rank, source, is_causal)
+        calls = _calls(shards, rank, source, receive_count, is_causal)
+        rounds.append(Round(source, destination, send_count, receive_count, calls))
+    return tuple(rounds)
 
 
 def _calls(
-    shards: Shards, rank: int, source: int, taken: int, is_causal: bool
+    shards: Shards, rank: int, source: int, count: int, is_causal: bool
 ) -> tuple[tuple[int, slice], ...]:
     calls: list[tuple[int, slice]] = []
     key = 0
-    for piece in shards.pieces(source):
-        if key == taken:
+    for chunk in shards.chunks(source):
+        if key == count:
             break
-        before = [p for p in shards.pieces(rank) if is_causal and p.start < piece.start]
-        first, keys = sum(map(len, before)), slice(key, key + len(piece))
-        if calls and calls[-1][0] == first:  # the same queries see the piece before as well
+        before = [c for c in shards.chunks(rank) if is_causal and c.start < chunk.start]
+        first, keys = sum(map(len, before)), slice(key, key + len(chunk))
+        if calls and calls[-1][0] == first:  # the same queries see the previous chunk as well
             keys = slice(calls.pop()[1].start, keys.stop)
         calls.append((first, keys))
-        key += len(piece)
+        key += len(chunk)
     return tuple(calls)
 
 
-def attend_in_rounds(
-    q: Tensor, k: Tensor, v: Tensor, shards: Shards, rank: int, *, is_causal: bool, scale: float,
+def ring_attention(
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shards: Shards, rank: int,
     group: str,
 ) -> Tensor:  # fmt: skip
-    """q (batch, own tokens, heads, head_dim); k, v the same with heads that divide q's."""
-    out: Tensor = _InRounds.apply(  # type: ignore[no-untyped-call]
-        q, k, v, shards.borders, shards.is_zigzag, rank, is_causal, scale, group
+    """q (batch, local tokens, heads, head_dim); k, v the same with a divisor of q's heads."""
+    out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, is_causal, scale, shards.boundaries, shards.is_zigzag, rank, group
     )
     return out
 
@@ -93,50 +87,53 @@ def _unpack(kv: Tensor) -> tuple[Tensor, Tensor]:
     return k, v
 
 
-def _send(x: Tensor, to: int, count: int, source: int, ranks: int, group: str) -> Tensor:
-    """All of `x` to one rank, and begin to receive `count` rows from another."""
-    given, taken = [0] * ranks, [0] * ranks
-    given[to], taken[source] = len(x), count
-    return start(x, given, taken, group)
+def _send_receive_async(
+    x: Tensor, destination: int, count: int, source: int, ranks: int, group: str
+) -> Tensor:
+    """Start to send `x` to one rank and to receive `count` rows from another."""
+    send_counts, receive_counts = [0] * ranks, [0] * ranks
+    send_counts[destination], receive_counts[source] = len(x), count
+    return all_to_all_async(x, send_counts, receive_counts, group)
 
 
-def _keys(kv: Tensor, a: Round, ranks: int, group: str) -> Tensor:
-    return _send(kv[: a.given], a.destination, a.taken, a.source, ranks, group)
+def _exchange_keys(kv: Tensor, a: Round, ranks: int, group: str) -> Tensor:
+    sent = kv[: a.send_count]
+    return _send_receive_async(sent, a.destination, a.receive_count, a.source, ranks, group)
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, borders: Sequence[int], is_zigzag: bool, rank: int,
-    is_causal: bool, scale: float, group: str,
+    q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, boundaries: Sequence[int],
+    is_zigzag: bool, rank: int, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output, and its log-sum-exp (batch, tokens, heads)."""
-    shards = Shards(tuple(borders), is_zigzag)
-    rounds, kv = rounds_of(shards, rank, is_causal), _pack(k, v)
-    coming = [_keys(kv, rounds[0], shards.ranks, group)]
-    own, own_lse = attend_part(q, k, v, is_causal=is_causal, scale=scale)
-    out, lse = own.to(exact_type(q)), own_lse.contiguous()
+    shards = Shards(tuple(boundaries), is_zigzag)
+    rounds, kv = ring_schedule(shards, rank, is_causal), _pack(k, v)
+    pending = [_exchange_keys(kv, rounds[0], shards.ranks, group)]
+    local, local_lse = attend_partial(q, k, v, is_causal=is_causal, scale=scale)
+    out, lse = local.to(accumulation_dtype(q)), local_lse.contiguous()
     for number, a in enumerate(rounds):
-        keys, values = _unpack(arrived(coming.pop()))
+        keys, values = _unpack(wait(pending.pop()))
         if number + 1 < len(rounds):
-            coming.append(_keys(kv, rounds[number + 1], shards.ranks, group))
+            pending.append(_exchange_keys(kv, rounds[number + 1], shards.ranks, group))
         for first, part in a.calls:
-            found = attend_part(
+            partial = attend_partial(
                 q[:, first:], keys[:, part], values[:, part], is_causal=False, scale=scale
             )
-            join_part(out[:, first:], lse[:, first:], *found)
+            merge_partial(out[:, first:], lse[:, first:], *partial)
     return out.to(q.dtype, copy=True), lse
 
 
-ring_attention = torch.library.custom_op("longspan::ring_attention", _forward, mutates_args=())
-"""An operator, so that it can be kept where activations are computed again (`parallel/remat.py`):
-its keys would have to travel again.
+ring_forward = torch.library.custom_op("longspan::ring_attention", _forward, mutates_args=())
+"""A custom operator, so that selective activation checkpointing can save its output: recomputing it
+would communicate the keys again (see `parallel/activation_checkpointing.py`).
 """
 
 
-class _InRounds(torch.autograd.Function):
+class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
         out: Tensor
-        out, lse = ring_attention(q, k, v, *settings)
+        out, lse = ring_forward(q, k, v, *settings)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.settings = settings
         return out
@@ -145,37 +142,39 @@ class _InRounds(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        borders, is_zigzag, rank, is_causal, scale, group = ctx.settings
-        shards = Shards(borders, is_zigzag)
-        rounds, kv = rounds_of(shards, rank, is_causal), _pack(k, v)
-        coming = [_keys(kv, rounds[0], shards.ranks, group)]
-        own = part_gradients(grad, q, k, v, out, lse, is_causal=is_causal, scale=scale)
-        grad_q, grad_k, grad_v = (x.to(lse.dtype) for x in own)
+        is_causal, scale, boundaries, is_zigzag, rank, group = ctx.settings
+        shards = Shards(boundaries, is_zigzag)
+        rounds, kv = ring_schedule(shards, rank, is_causal), _pack(k, v)
+        pending = [_exchange_keys(kv, rounds[0], shards.ranks, group)]
+        local = partial_gradients(grad, q, k, v, out, lse, is_causal=is_causal, scale=scale)
+        grad_q, grad_k, grad_v = (x.to(lse.dtype) for x in local)
         grad_kv, returning = _pack(grad_k, grad_v), list[Tensor]()
         for number, a in enumerate(rounds):
-            rows = arrived(coming.pop())
+            rows = wait(pending.pop())
             if number + 1 < len(rounds):
-                coming.append(_keys(kv, rounds[number + 1], shards.ranks, group))
+                pending.append(_exchange_keys(kv, rounds[number + 1], shards.ranks, group))
             keys, values = _unpack(rows)
-            shares = torch.zeros_like(rows, dtype=lse.dtype)
+            grad_rows = torch.zeros_like(rows, dtype=lse.dtype)
             for first, part in a.calls:
-                share_q, *share = part_gradients(
+                partial_q, *partial_kv = partial_gradients(
                     grad[:, first:], q[:, first:], keys[:, part], values[:, part], out[:, first:],
                     lse[:, first:], is_causal=False, scale=scale,
                 )  # fmt: skip
-                grad_q[:, first:] += share_q
-                shares[part] += _pack(*share)
-            # Awaited a round later, when it has had the time of a round to come.
+                grad_q[:, first:] += partial_q
+                grad_rows[part] += _pack(*partial_kv)
+            grad_rows = grad_rows.to(q.dtype)
             returning.append(
-                _send(shares.to(q.dtype), a.source, a.given, a.destination, shards.ranks, group)
+                _send_receive_async(
+                    grad_rows, a.source, a.send_count, a.destination, shards.ranks, group
+                )
             )
-            if number > 0:
-                _add(grad_kv, returning.pop(0))
+            if number > 0:  # wait a round later, so that the transfer overlaps a round's compute
+                _add_returned(grad_kv, returning.pop(0))
         for x in returning:
-            _add(grad_kv, x)
+            _add_returned(grad_kv, x)
         grads = (grad_q, *_unpack(grad_kv))
         return (*(x.to(q.dtype) for x in grads), *[None] * 6)
 
 
-def _add(grad_kv: Tensor, returned: Tensor) -> None:
-    grad_kv[: len(returned)] += arrived(returned)
+def _add_returned(grad_kv: Tensor, returned: Tensor) -> None:
+    grad_kv[: len(returned)] += wait(returned)

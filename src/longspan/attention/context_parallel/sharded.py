@@ -1,8 +1,7 @@
-"""Attention over a sequence that lies on several ranks in shards.
+"""`attend_sharded`: attention over a sequence split across ranks (sequence or context parallelism).
 
-Each rank has the queries, keys and values of its shard. Which way they meet follows from the
-pattern, and where there are several from the bytes they move: those that the rank with most
-receives.
+Each rank holds the queries, keys and values of its shard. The pattern decides between strategies
+and, if several are possible, the bytes that the rank with the most traffic receives.
 """
 
 from __future__ import annotations
@@ -15,24 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.attention.context_parallel.dilated import attend_in_parts, parts_of
-from longspan.attention.context_parallel.kv_exchange import Plan, fetch, outer_rows, plan_of
-from longspan.attention.context_parallel.ring import attend_in_rounds, seen_keys
+from longspan.attention.context_parallel.kv_exchange import remote_row_counts
+from longspan.attention.context_parallel.ring import ring_attention
 from longspan.attention.context_parallel.shards import Heads, Shards
-from longspan.attention.context_parallel.ulysses import attend_by_heads, can_split
-from longspan.attention.functional import attend, check_mask, check_tensors
-from longspan.attention.merge import has_kernel
+from longspan.attention.context_parallel.sparse_kv import sparse_kv_attention
+from longspan.attention.context_parallel.ulysses import can_split_heads, ulysses_attention
+from longspan.attention.functional import attend_checked
+from longspan.attention.mask import Mask, check_mask, check_tensors
+from longspan.attention.merge import has_flash_kernel
 from longspan.attention.pattern import Dense, Dilated, Pattern
-from longspan.attention.reference import Mask, masked_attention
 
-WayName = Literal["nothing", "rows", "ring", "heads"]
+StrategyName = Literal["local", "sparse_kv", "ring", "ulysses"]
 
 
 @dataclass(frozen=True)
-class Way:
-    """What ranks tell one another, and why that."""
+class Strategy:
+    """How ranks communicate keys and values, and why this strategy was chosen."""
 
-    name: WayName
+    name: StrategyName
     reason: str
 
 
@@ -52,47 +51,37 @@ def attend_sharded(
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
 ) -> Tensor:
-    """`attend`, where each rank of `group` holds one shard of the tokens.
+    """`attend` for a sequence of which each rank of `group` holds one shard.
 
-    q: (batch, own tokens, heads, head_dim); k, v: (batch, own tokens, kv_heads, head_dim). Unless
-    `shards` says otherwise, all shards are as long as this one. `documents` and `key_padding_mask`
-    are those of the whole sequence, (batch, tokens), the same on every rank, as `dropout_seed` is.
+    q: (batch, local tokens, heads, head_dim); k, v: (batch, local tokens, kv_heads, head_dim). By
+    default all shards have the same length. `documents` and `key_padding_mask` are those of the
+    whole sequence, (batch, tokens), and like `dropout_seed` the same on every rank.
     """
-    check_tensors(q, k, v)
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p, dropout_seed)
+    check_tensors(q, k, v)
     shards = shards or Shards.even(ranks * q.shape[1], ranks)
     if shards.ranks != ranks or shards.length(rank) != q.shape[1] or k.shape[1] != q.shape[1]:
         raise ValueError(
             f"expected {shards.ranks} ranks and, on rank {rank}, {shards.length(rank)} tokens of q "
             f"and k, got {ranks} ranks, {q.shape[1]} and {k.shape[1]} tokens"
         )
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
-    mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p, dropout_seed)
     check_mask(q, mask, shards.tokens)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    has_kernels = _has_kernels(q, mask, scale)
     heads, name = Heads(q.shape[2], k.shape[2]), group.group_name
-    match _choose(q, mask, scale, shards, heads).name:
-        case "nothing":
-            return attend(
-                q, k, v, pattern, is_causal=is_causal, scale=scale, documents=documents,
-                key_padding_mask=key_padding_mask, dropout_p=dropout_p, dropout_seed=dropout_seed,
-            )  # fmt: skip
+    match _choose(mask, shards, heads, has_kernels).name:
+        case "local":
+            return attend_checked(q, k, v, mask, scale)
         case "ring":
-            return attend_in_rounds(
-                q, k, v, shards, rank, is_causal=is_causal, scale=scale, group=name
-            )
-        case "heads":
-            return attend_by_heads(q, k, v, mask, scale, shards, rank, name)
-    plan = plan_of(pattern, shards, rank, heads, is_causal, q.device)
-    # Each rank may answer this otherwise: both ways send the same rows.
-    if isinstance(pattern, Dilated) and _is_plain(q, mask, scale) and is_causal:
-        parts = parts_of(pattern, shards, rank, heads, q.device) if not pattern.blocks else None
-        if parts is not None:
-            return attend_in_parts(q, k, v, pattern, parts, plan, scale, name)
-    k_rows, v_rows = fetch(k, v, plan, name)
-    return _attend_to_both(q, k, v, k_rows, v_rows, plan, mask, scale, shards, rank)
+            return ring_attention(q, k, v, is_causal, scale, shards, rank, name)
+        case "ulysses":
+            return ulysses_attention(q, k, v, mask, scale, shards, rank, name)
+        case "sparse_kv":
+            return sparse_kv_attention(q, k, v, mask, scale, shards, rank, name, has_kernels)
 
 
-def choose_way(
+def choose_strategy(
     q: Tensor,
     k: Tensor,
     pattern: Pattern,
@@ -103,128 +92,88 @@ def choose_way(
     documents: Tensor | None = None,
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
-) -> Way:
-    """The way `attend_sharded` takes for one rank's q and k, and why.
+) -> Strategy:
+    """The strategy that `attend_sharded` uses for one rank's q and k, and why.
 
-    "nothing": every segment lies inside a shard. "rows": each rank fetches the key rows its queries
-    see elsewhere. "ring": all keys they see, from one rank at a time. "heads": tokens are exchanged
-    for heads before attention and back after it.
+    "local": every segment lies inside a shard, nothing is communicated. "sparse_kv": each rank
+    receives the remote key rows that its queries see. "ring": keys of one rank after another.
+    "ulysses": an all-to-all exchanges tokens for heads before attention and back after it.
     """
     mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p)
-    return _choose(q, mask, scale, shards, Heads(q.shape[2], k.shape[2]))
+    heads = Heads(q.shape[2], k.shape[2])
+    return _choose(mask, shards, heads, _has_kernels(q, mask, scale))
 
 
-def _choose(q: Tensor, mask: Mask, scale: float, shards: Shards, heads: Heads) -> Way:
+def _has_kernels(q: Tensor, mask: Mask, scale: float) -> bool:
+    """Whether partials can be computed in flash kernels, which know no other mask."""
+    return mask.is_pattern_only and scale > 0 and has_flash_kernel(q)
+
+
+def _choose(mask: Mask, shards: Shards, heads: Heads, has_kernels: bool) -> Strategy:
     pattern = mask.pattern
-    is_plain = _is_plain(q, mask, scale)
     if shards.ranks == 1:
-        return Way("nothing", "there is one rank")
-    if shards.is_zigzag and not (isinstance(pattern, Dense) and mask.is_causal and is_plain):
+        return Strategy("local", "there is one rank")
+    is_ring = isinstance(pattern, Dense) and has_kernels
+    if shards.is_zigzag and not (is_ring and mask.is_causal):
         raise ValueError(
-            "paired shards are for causal dense attention without documents, padding and dropout, "
+            "zigzag shards need causal dense attention without documents, padding and dropout, "
             f"got {pattern}: use consecutive shards"
         )
     if isinstance(pattern, Dilated):
-        masks_nothing = mask.documents is None and mask.key_padding_mask is None
-        if masks_nothing and mask.dropout_p == 0 and _fits(shards, pattern):
-            return Way("nothing", "every segment lies inside a shard")
-        return Way("rows", "a dilated pattern, of which few rows are seen elsewhere")
-    is_ring = isinstance(pattern, Dense) and is_plain
-    moved = vectors_moved(pattern, shards, heads, mask.is_causal)
-    other: WayName = "ring" if is_ring else "rows"
-    counts = f"vectors a rank receives in a step: {other} {moved[other]:,}"
+        if mask.is_pattern_only and _has_local_segments(shards, pattern):
+            return Strategy("local", "every segment lies inside a shard")
+        return Strategy("sparse_kv", "a dilated pattern sees few remote rows")
+    received = received_vectors(pattern, shards, heads, mask.is_causal)
+    other: StrategyName = "ring" if is_ring else "sparse_kv"
     if mask.dropout_p > 0 or shards.is_zigzag:
-        return Way(other, "there is dropout" if mask.dropout_p else "the shards are paired")
-    if "heads" not in moved:
-        return Way(other, f"{heads.queries} heads do not split over {shards.ranks} ranks")
-    counts = f"{counts}, heads {moved['heads']:,}"
-    # Where both move as much, by heads all ranks have as much to do.
-    return Way("heads" if moved["heads"] <= moved[other] else other, counts)
+        return Strategy(other, "there is dropout" if mask.dropout_p else "the shards are zigzag")
+    if "ulysses" not in received:
+        reason = f"{heads.queries} heads cannot be split over {shards.ranks} ranks"
+        return Strategy(other, reason)
+    reason = (
+        f"vectors received per rank and step: {other} {received[other]:,}, "
+        f"ulysses {received['ulysses']:,}"
+    )
+    # If both receive the same, Ulysses has the better load balance.
+    is_ulysses = received["ulysses"] <= received[other]
+    return Strategy("ulysses" if is_ulysses else other, reason)
 
 
 @lru_cache(maxsize=64)
-def vectors_moved(
+def received_vectors(
     pattern: Pattern, shards: Shards, heads: Heads, is_causal: bool
-) -> dict[WayName, int]:
-    """Vectors of head_dim numbers that the rank with most receives in a step, each way.
+) -> dict[StrategyName, int]:
+    """Vectors of head_dim elements that the rank with the most traffic receives in a step.
 
-    Forward and backward; a key and its value are two.
+    Forward and backward, for each strategy; a key and its value are two vectors.
     """
-    seen = _seen(pattern, shards, heads, is_causal)
-    keys, gradients = seen.sum(1), seen.sum(0)  # that each rank receives
-    moved: dict[WayName, int] = {"rows": int(2 * (keys + gradients).max())}
+    rows = remote_row_counts(pattern, shards, heads, is_causal)
+    keys, gradients = rows.sum(1), rows.sum(0)  # received by each rank
+    received: dict[StrategyName, int] = {"sparse_kv": int(2 * (keys + gradients).max())}
     if isinstance(pattern, Dense):
-        moved["ring"] = int(2 * (2 * keys + gradients).max())  # the backward pass fetches again
-    if can_split(heads, shards.ranks):
+        received["ring"] = int(2 * (2 * keys + gradients).max())  # keys again in the backward pass
+    if can_split_heads(heads, shards.ranks):
         longest = max(shards.length(rank) for rank in range(shards.ranks))
         per_token = 2 * heads.queries + 2 * max(heads.keys, shards.ranks)  # q and out, k and v
-        moved["heads"] = 2 * (longest - longest // shards.ranks) * per_token
-    return moved
+        received["ulysses"] = 2 * (longest - longest // shards.ranks) * per_token
+    return received
 
 
-def _seen(pattern: Pattern, shards: Shards, heads: Heads, is_causal: bool) -> Tensor:
-    """Rows of all key heads that each rank sees of each other: int64 (readers, owners)."""
-    ranks = range(shards.ranks)
-    if isinstance(pattern, Dense):
-        counts = [[seen_keys(shards, a, b, is_causal) for b in ranks] for a in ranks]
-        return heads.keys * torch.tensor(counts).fill_diagonal_(0)
-    borders = torch.tensor(shards.borders)
-    wanted = (outer_rows(pattern, shards, rank, heads, is_causal) for rank in ranks)
-    cuts = (torch.stack([torch.searchsorted(x, borders).diff() for x in rows]) for rows in wanted)
-    return torch.stack([counts.sum(0) for counts in cuts])
+def choose_shards(pattern: Pattern, tokens: int, ranks: int, heads: Heads) -> Shards:
+    """How to split a sequence for causal attention.
 
-
-def best_shards(pattern: Pattern, tokens: int, ranks: int, heads: Heads) -> Shards:
-    """How to cut a sequence for causal attention: in pairs of pieces where dense attention goes
-    round the ring, which then has as much to do on every rank; else in consecutive shards.
+    Zigzag for ring attention, which then has the same work on every rank; else consecutive shards.
     """
-    plain = Shards.even(tokens, ranks)
+    consecutive = Shards.even(tokens, ranks)
     if not isinstance(pattern, Dense) or tokens % (2 * ranks):
-        return plain
-    pairs = Shards.even(tokens, ranks, is_zigzag=True)
-    by_heads = vectors_moved(pattern, plain, heads, True).get("heads")
-    in_pairs = vectors_moved(pattern, pairs, heads, True)["ring"]
-    return plain if by_heads is not None and by_heads <= in_pairs else pairs
+        return consecutive
+    zigzag = Shards.even(tokens, ranks, is_zigzag=True)
+    ulysses = received_vectors(pattern, consecutive, heads, True).get("ulysses")
+    ring = received_vectors(pattern, zigzag, heads, True)["ring"]
+    return consecutive if ulysses is not None and ulysses <= ring else zigzag
 
 
-def _fits(shards: Shards, pattern: Dilated) -> bool:
-    """Whether every segment lies inside a shard, on all ranks: nothing is sent, and none waits."""
-    return all(start % w == 0 for start in shards.borders[:-1] for w in pattern.segment_lengths)
-
-
-def _is_plain(q: Tensor, mask: Mask, scale: float) -> bool:
-    """Whether nothing is masked but by the pattern, and there are kernels."""
-    masks_nothing = mask.documents is None and mask.key_padding_mask is None
-    return masks_nothing and mask.dropout_p == 0 and scale > 0 and has_kernel(q)
-
-
-def _attend_to_both(
-    q: Tensor, k: Tensor, v: Tensor, k_rows: Tensor, v_rows: Tensor, plan: Plan, mask: Mask,
-    scale: float, shards: Shards, rank: int,
-) -> Tensor:  # fmt: skip
-    """One key head after another, since each has rows of its own."""
-    own, parts = shards.of(rank), []
-    for key_head in range(k.shape[2]):
-        readers, where = Heads(q.shape[2], k.shape[2]).readers(key_head), plan.positions[key_head]
-        before = int(torch.searchsorted(where, own.start))
-        of_head = plan.received[key_head]
-
-        def joined(x: Tensor, rows: Tensor) -> Tensor:
-            fetched = rows[of_head].transpose(0, 1)  # noqa: B023  (batch, rows, head_dim)
-            around = [fetched[:, :before], x[:, :, key_head], fetched[:, before:]]  # noqa: B023
-            return torch.cat(around, dim=1)[:, :, None]
-
-        parts.append(
-            masked_attention(
-                q[:, :, readers.start : readers.stop],
-                joined(k, k_rows),
-                joined(v, v_rows),
-                mask,
-                scale,
-                torch.cat([where[:before], torch.tensor(own), where[before:]]),
-                first_query=own.start,
-                first_head=readers.start,
-                tokens=shards.tokens,
-            )
-        )
-    return torch.cat(parts, dim=2)
+def _has_local_segments(shards: Shards, pattern: Dilated) -> bool:
+    """Whether every segment lies inside a shard, on all ranks, so that none has to communicate."""
+    starts = shards.boundaries[:-1]
+    return all(start % w == 0 for start in starts for w in pattern.segment_lengths)

@@ -1,4 +1,4 @@
-"""How a sequence lies on the ranks of a group."""
+"""How the ranks of a group split a sequence."""
 
 from __future__ import annotations
 
@@ -11,64 +11,74 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Shards:
-    """A sequence cut into consecutive pieces [borders[i], borders[i + 1]).
+    """A sequence split into consecutive chunks [boundaries[i], boundaries[i + 1]).
 
-    Rank i holds piece i or, where `is_zigzag`, piece i and the i-th from the end: under causality a
-    query sees the more the later it stands, and of such pairs all ranks see as much.
+    Rank i holds chunk i or, with `is_zigzag`, chunk i and the i-th from the end. Under causality
+    later queries see more keys; the zigzag split gives every rank the same amount of work.
     """
 
-    borders: tuple[int, ...]
+    boundaries: tuple[int, ...]
     is_zigzag: bool = False
 
     def __post_init__(self) -> None:
-        rising = all(a < b for a, b in pairwise(self.borders))
-        if len(self.borders) < 2 or self.borders[0] != 0 or not rising:
-            raise ValueError(f"borders must rise from 0, one more than pieces, got {self.borders}")
-        if self.is_zigzag and len(self.borders) % 2 == 0:
-            raise ValueError(f"pairs need an even number of pieces, got {len(self.borders) - 1}")
+        increase = all(a < b for a, b in pairwise(self.boundaries))
+        if len(self.boundaries) < 2 or self.boundaries[0] != 0 or not increase:
+            raise ValueError(
+                "boundaries must increase from 0, one more than there are chunks, got "
+                f"{self.boundaries}"
+            )
+        if self.is_zigzag and len(self.boundaries) % 2 == 0:
+            raise ValueError(
+                f"zigzag shards need an even number of chunks, got {len(self.boundaries) - 1}"
+            )
 
     @staticmethod
     def even(tokens: int, ranks: int, *, is_zigzag: bool = False) -> Shards:
-        """Pieces of one length, but that the last ones may be a token shorter."""
-        pieces = 2 * ranks if is_zigzag else ranks
-        if tokens < pieces:
-            raise ValueError(f"{tokens} tokens do not reach for {pieces} pieces")
-        whole, rest = divmod(tokens, pieces)
-        return Shards(tuple(i * whole + min(i, rest) for i in range(pieces + 1)), is_zigzag)
+        """Chunks of equal length; the last ones may be one token shorter."""
+        chunks = 2 * ranks if is_zigzag else ranks
+        if tokens < chunks:
+            raise ValueError(f"{chunks} chunks need at least {chunks} tokens, got {tokens}")
+        whole, rest = divmod(tokens, chunks)
+        return Shards(tuple(i * whole + min(i, rest) for i in range(chunks + 1)), is_zigzag)
 
     @property
     def ranks(self) -> int:
-        return (len(self.borders) - 1) // (2 if self.is_zigzag else 1)
+        return (len(self.boundaries) - 1) // (2 if self.is_zigzag else 1)
 
     @property
     def tokens(self) -> int:
-        return self.borders[-1]
+        return self.boundaries[-1]
 
-    def pieces(self, rank: int) -> tuple[range, ...]:
-        """What a rank holds, in the order of the sequence."""
-        own = (rank, 2 * self.ranks - 1 - rank) if self.is_zigzag else (rank,)
-        return tuple(range(self.borders[i], self.borders[i + 1]) for i in own)
+    def chunks(self, rank: int) -> tuple[range, ...]:
+        """The positions that a rank holds, in the order of the sequence."""
+        indices = (rank, 2 * self.ranks - 1 - rank) if self.is_zigzag else (rank,)
+        return tuple(range(self.boundaries[i], self.boundaries[i + 1]) for i in indices)
 
-    def of(self, rank: int) -> range:
-        """The one piece of a rank."""
-        (piece,) = self.pieces(rank)
-        return piece
+    def local_range(self, rank: int) -> range:
+        """The positions of a rank that holds one chunk."""
+        (chunk,) = self.chunks(rank)
+        return chunk
 
     def length(self, rank: int) -> int:
-        return sum(map(len, self.pieces(rank)))
+        return sum(map(len, self.chunks(rank)))
 
     def positions(self, rank: int) -> Tensor:
-        """Where a rank's tokens stand in the sequence: int64 (own tokens,)."""
-        return torch.cat([torch.arange(p.start, p.stop) for p in self.pieces(rank)])
+        """The positions of a rank's tokens in the sequence: int64 (local tokens,)."""
+        return torch.cat([torch.arange(c.start, c.stop) for c in self.chunks(rank)])
+
+    def visible_keys(self, reader: int, owner: int, is_causal: bool) -> int:
+        """How many keys of `owner`, its first ones, some query of `reader` sees if it is dense."""
+        last = self.chunks(reader)[-1].start
+        return sum(len(c) for c in self.chunks(owner) if not is_causal or c.start < last)
 
 
 @dataclass(frozen=True)
 class Heads:
-    """Query heads, and the key heads they share in equal groups."""
+    """Numbers of query heads and of key heads; each key head serves a group of query heads."""
 
     queries: int
     keys: int
 
-    def readers(self, key_head: int) -> range:
+    def query_heads(self, key_head: int) -> range:
         group = self.queries // self.keys
         return range(key_head * group, (key_head + 1) * group)

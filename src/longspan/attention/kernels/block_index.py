@@ -1,4 +1,4 @@
-"""Lists of the pairs of blocks that a block-sparse pattern keeps, as the kernels walk them."""
+"""Block indices: the pairs of blocks of a block-sparse pattern, in the order of the kernels."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from longspan.attention.pattern import BlockSparse
 
 
 @lru_cache(maxsize=32)
-def block_lists(
-    blocks: BlockSparse, count: int, is_causal: bool, of_keys: bool, device: torch.device
+def block_index(
+    blocks: BlockSparse, count: int, is_causal: bool, by_key: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """CSR lists of the key blocks of each query block, or of the query blocks of each key block.
+    """The key blocks of each query block, or with `by_key` the query blocks of each key block.
 
-    Int64 `offsets` (count + 1,) and int32 indices; under causality without the block itself.
+    CSR: int64 `offsets` (count + 1,) and int32 `indices`; under causality without the diagonal.
     """
     index = torch.arange(count, device=device)
     found, lengths = [], []
     for rows in torch.split(index, max(1, (1 << 22) // count)):
-        kept = blocks.blocks(index, rows).T if of_keys else blocks.blocks(rows, index)
+        kept = blocks.blocks(index, rows).T if by_key else blocks.blocks(rows, index)
         if is_causal:
             earlier = index[None, :] < rows[:, None]
-            kept = kept & (~earlier & (index[None, :] != rows[:, None]) if of_keys else earlier)
+            kept = kept & (~earlier & (index[None, :] != rows[:, None]) if by_key else earlier)
         found.append(kept.nonzero()[:, 1].int())
         lengths.append(kept.sum(1))
     offsets = pad(torch.cat(lengths).cumsum(0), (1, 0))
@@ -36,10 +36,10 @@ def block_lists(
 
 @dataclass(frozen=True)
 class Chunk:
-    """The pairs whose queries are of the blocks [begin, end), by key block.
+    """The pairs whose queries are in the blocks [begin, end), by key block.
 
-    CSR: int32 `offsets` (count + 1,) and `queries`; a block comes first in its own list. A pair's
-    place in `queries` is its tile in the scratch.
+    CSR: int32 `offsets` (count + 1,) and `queries`; the diagonal block comes first. The index of a
+    pair in `queries` is that of its tile in the scratch buffer.
     """
 
     begin: int
@@ -49,21 +49,26 @@ class Chunk:
 
 
 @dataclass(frozen=True)
-class Lists:
+class ChunkedBlockIndex:
     """All pairs in chunks, and again by query block: int64 `offsets`, int32 `keys` and `tiles`."""
 
     chunks: tuple[Chunk, ...]
-    most_tiles: int  # of a chunk
+    max_tiles: int  # of a chunk
     offsets: Tensor
     keys: Tensor
     tiles: Tensor
 
 
 @lru_cache(maxsize=32)
-def chunked_lists(blocks: BlockSparse, count: int, most: int, device: torch.device) -> Lists:
-    """Causal lists of `count` blocks in chunks of at most `most` pairs, about as many in each."""
+def chunked_block_index(
+    blocks: BlockSparse, count: int, max_pairs: int, device: torch.device
+) -> ChunkedBlockIndex:
+    """A causal index of `count` blocks, in chunks of about equally many pairs.
+
+    A chunk has at most `max_pairs` pairs, or twice those of the largest query block if more.
+    """
     index = torch.arange(count, device=device)
-    offsets, keys = block_lists(blocks, count, True, False, device)
+    offsets, keys = block_index(blocks, count, True, False, device)
     pairs = index.repeat_interleave(offsets.diff()) * count + keys
     pairs = torch.cat([pairs, index * count + index]).sort().values
     query, key = pairs // count, pairs % count
@@ -71,21 +76,21 @@ def chunked_lists(blocks: BlockSparse, count: int, most: int, device: torch.devi
     offsets = pad(lengths.cumsum(0), (1, 0))
 
     longest = int(lengths.max())
-    parts = -(-len(pairs) // max(most - longest, longest))
-    share = -(-len(pairs) // parts)
-    _, part_of = torch.unique_consecutive((offsets[1:] - 1) // share, return_inverse=True)
-    bounds = [0, *part_of.bincount().cumsum(0).tolist()]
-    starts, part = offsets[bounds], part_of[query]
+    chunk_count = -(-len(pairs) // max(max_pairs - longest, longest))
+    chunk_pairs = -(-len(pairs) // chunk_count)
+    _, chunk_of = torch.unique_consecutive((offsets[1:] - 1) // chunk_pairs, return_inverse=True)
+    bounds = [0, *chunk_of.bincount().cumsum(0).tolist()]
+    starts, chunk = offsets[bounds], chunk_of[query]
 
-    order = (part * count**2 + key * count + query).argsort()
+    order = (chunk * count**2 + key * count + query).argsort()
     tiles = torch.empty_like(order)
     tiles[order] = torch.arange(len(pairs), device=device)
-    tiles -= starts[part]
-    of_keys = (part * count + key).bincount(minlength=(len(bounds) - 1) * count)
-    key_offsets = pad(of_keys.view(-1, count).cumsum(1), (1, 0)).int()
+    tiles -= starts[chunk]
+    per_key = (chunk * count + key).bincount(minlength=(len(bounds) - 1) * count)
+    key_offsets = pad(per_key.view(-1, count).cumsum(1), (1, 0)).int()
     queries = torch.split(query[order].int(), starts.diff().tolist())
     chunks = tuple(
-        Chunk(begin, end, own.clone(), found.clone())  # aligned, as `Launch` wants it
-        for (begin, end), own, found in zip(pairwise(bounds), key_offsets, queries, strict=True)
+        Chunk(begin, end, of_key.clone(), found.clone())  # copies are aligned, as `Launch` needs
+        for (begin, end), of_key, found in zip(pairwise(bounds), key_offsets, queries, strict=True)
     )
-    return Lists(chunks, max(map(len, queries)), offsets, key.int(), tiles.int())
+    return ChunkedBlockIndex(chunks, max(map(len, queries)), offsets, key.int(), tiles.int())

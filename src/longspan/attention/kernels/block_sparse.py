@@ -1,15 +1,15 @@
-"""A causal backward pass by lists of blocks that computes dS once for every pair.
+"""A causal block-sparse backward pass that computes dS once for every pair.
 
-The kernels of `kernels` compute it twice, for dQ and for dK: 7 products per pair. Here key_grad
-stores the dS of each listed pair of blocks in a scratch, and query_grad is one product per pair, 5
-in all. The scratch stays within SCRATCH_BYTES:
+The kernels of `branch` compute it twice, for dQ and for dK: 7 products per pair. Here backward_dkdv
+stores the dS of each pair of blocks in a scratch buffer, and backward_dq is one product per pair, 5
+in all. The scratch buffers stay within SCRATCH_BYTES:
 
-- A few heads run at a time, as many as fill the GPU, in two lanes: streams, so that the end of one
-  kernel runs beside the other lane's.
-- Where the pairs of one head are too many, its queries go chunk by chunk. The gradients of its keys
-  and values are then joined over the chunks in float32; a query's lies in one chunk.
+- A few heads run at a time, as many as fill the GPU, on two streams, so that the tail of one
+  kernel overlaps the other stream's kernels.
+- If one head has too many pairs, its queries are processed in chunks. The gradients of its keys and
+  values are accumulated over the chunks in float32; a query's gradient needs one chunk only.
 
-No atomics: the same input gives the same bits.
+There are no atomics: the same input gives the same bits.
 """
 
 from __future__ import annotations
@@ -24,23 +24,27 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from longspan.attention.kernels import block_sparse_kernels
-from longspan.attention.kernels.block_index import Chunk, Lists, chunked_lists
+from longspan.attention.kernels.block_index import (
+    Chunk,
+    ChunkedBlockIndex,
+    chunked_block_index,
+)
 from longspan.attention.kernels.launch import Launch, Tiles
 from longspan.attention.pattern import BlockSparse
 
 LOG2_E = 1.4426950408889634
 BLOCK = 128
 SCRATCH_BYTES = 560 << 20
-"""Of dS, in both lanes together."""
-FULL = 512
-"""Blocks of keys that fill the GPU; heads with fewer are launched together."""
-SHORTEST, LONGEST = 8192, 262144
-"""Tokens. Below, the launches take the host longer; above, joining costs what a product saves."""
+"""Of dS, on both streams together."""
+FULL_BLOCKS = 512
+"""Key blocks that fill the GPU; heads with fewer are launched together."""
+MIN_TOKENS, MAX_TOKENS = 8192, 262144
+"""Below, launches take the host longer; above, accumulating costs as much as a product saves."""
 
 
 @lru_cache(maxsize=8)
 def has_kernels(device: torch.device) -> bool:
-    """Whether the kernels here are tuned for the device; on a CPU Triton interprets them."""
+    """Whether these kernels are tuned for the device; on a CPU Triton interprets them."""
     if device.type == "cpu":
         return True
     return torch.version.hip is None and torch.cuda.get_device_capability(device) == (9, 0)
@@ -48,7 +52,7 @@ def has_kernels(device: torch.device) -> bool:
 
 @lru_cache(maxsize=8)
 def _has_gluon(device: torch.device) -> bool:
-    """Gluon is experimental: its key_grad was tried with Triton 3.6 alone."""
+    """Gluon is experimental: its backward_dkdv was tested with Triton 3.6 only."""
     return device.type == "cuda" and triton.__version__.startswith("3.6.")
 
 
@@ -57,21 +61,21 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
-def _described(x: Tensor, block: list[int], is_gluon: bool = False) -> Any:
-    """A matrix that is read or written a block at a time."""
+def _descriptor(x: Tensor, block: list[int], is_gluon: bool = False) -> Any:
+    """A tensor descriptor of a matrix that is read or written block by block."""
     if is_gluon:
         from longspan.attention.kernels import hopper
 
-        return hopper.described(x, block)
+        return hopper.make_descriptor(x, block)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
 @dataclass(frozen=True)
-class _Case:
-    """What the launches depend on; the scratch of a lane holds `most` tiles."""
+class _Call:
+    """What the launches depend on; the scratch buffer of a stream holds `max_tiles` tiles."""
 
     blocks: BlockSparse
-    most: int
+    max_tiles: int
     is_gluon: bool
     dtype: torch.dtype
     device: torch.device
@@ -84,43 +88,45 @@ class _Case:
     strides: tuple[int, int]  # of the rows of k and v
 
     @cached_property
-    def lists(self) -> Lists:
-        return chunked_lists(self.blocks, self.tokens // BLOCK, self.most, self.device)
+    def index(self) -> ChunkedBlockIndex:
+        count = self.tokens // BLOCK
+        return chunked_block_index(self.blocks, count, self.max_tiles, self.device)
 
     @cached_property
-    def together(self) -> int:
-        """The heads of one launch: as many as fill the GPU and have room, in equal shares."""
+    def heads_per_launch(self) -> int:
+        """As many heads as fill the GPU and fit the scratch buffer, a divisor of all heads."""
         heads = self.batch * self.heads
-        most = min(self.most // self.lists.most_tiles, FULL // (self.tokens // BLOCK), heads)
-        return max(n for n in range(1, max(1, most) + 1) if heads % n == 0)
+        fit = self.max_tiles // self.index.max_tiles
+        limit = min(fit, FULL_BLOCKS // (self.tokens // BLOCK), heads)
+        return max(n for n in range(1, max(1, limit) + 1) if heads % n == 0)
 
     @cached_property
-    def key_tiles(self) -> Tiles:
-        """The fastest of those tried on an H200, as is the other."""
+    def dkdv_tiles(self) -> Tiles:
+        """The fastest of those tried on an H200, like `dq_tiles`."""
         return Tiles(64, 64, 4, 2, 168 if self.head_dim == 64 and not self.is_gluon else None)
 
     @cached_property
-    def query_tiles(self) -> Tiles:
+    def dq_tiles(self) -> Tiles:
         return Tiles(128, 128, 8, 7 if self.head_dim == 64 else 5)
 
     @cached_property
     def launches(self) -> list[tuple[Chunk, Launch, Launch]]:
-        """key_grad and query_grad of each chunk."""
-        return [(c, self._key_grad(c), self._query_grad(c)) for c in self.lists.chunks]
+        """backward_dkdv and backward_dq of each chunk."""
+        return [(c, self._backward_dkdv(c), self._backward_dq(c)) for c in self.index.chunks]
 
-    def _key_grad(self, chunk: Chunk) -> Launch:
-        kernel = block_sparse_kernels.key_grad
-        numbers: tuple[float, ...] = (
-            self.tokens, self.heads, self.group, chunk.begin, self.lists.most_tiles,
+    def _backward_dkdv(self, chunk: Chunk) -> Launch:
+        kernel = block_sparse_kernels.backward_dkdv
+        scalars: tuple[float, ...] = (
+            self.tokens, self.heads, self.group, chunk.begin, self.index.max_tiles,
             self.scale * LOG2_E, self.scale,
         )  # fmt: skip
         if self.is_gluon:
             from longspan.attention.kernels import hopper
 
-            kernel = hopper.key_grad
+            kernel = hopper.backward_dkdv
         else:
-            numbers += self.strides
-        tiles = self.key_tiles
+            scalars += self.strides
+        tiles = self.dkdv_tiles
         constants = {
             "FIRST": chunk.begin == 0,
             "LAST": chunk.end == self.tokens // BLOCK,
@@ -128,96 +134,99 @@ class _Case:
             "TILE_M": tiles.queries,
             "TILE_N": tiles.keys,
         }
-        grid = chunk.end * BLOCK // tiles.keys, self.together
-        return Launch(kernel, grid, numbers, constants, tiles)
+        grid = chunk.end * BLOCK // tiles.keys, self.heads_per_launch
+        return Launch(kernel, grid, scalars, constants, tiles)
 
-    def _query_grad(self, chunk: Chunk) -> Launch:
-        tiles = self.query_tiles
-        numbers = (
-            self.tokens, self.heads, self.group, chunk.end, self.lists.most_tiles, self.scale
+    def _backward_dq(self, chunk: Chunk) -> Launch:
+        tiles = self.dq_tiles
+        scalars = (
+            self.tokens, self.heads, self.group, chunk.end, self.index.max_tiles, self.scale
         )  # fmt: skip
         constants = {"HEAD_DIM": self.head_dim, "TILE_M": tiles.queries, "TILE_N": tiles.keys}
-        grid = (chunk.end - chunk.begin) * BLOCK // tiles.queries, self.together
-        return Launch(block_sparse_kernels.query_grad, grid, numbers, constants, tiles)
+        grid = (chunk.end - chunk.begin) * BLOCK // tiles.queries, self.heads_per_launch
+        return Launch(block_sparse_kernels.backward_dq, grid, scalars, constants, tiles)
 
 
-_cases = lru_cache(maxsize=64)(_Case)
+_calls = lru_cache(maxsize=64)(_Call)
 
 
-class _Lane(NamedTuple):
-    """A stream, the scratch as key_grad writes and query_grad reads it, and what chunks join."""
+class _StreamBuffers(NamedTuple):
+    """A stream and its buffers; both descriptors are of the scratch buffer of dS."""
 
     stream: torch.cuda.Stream | None  # None: the current one
-    written: Any
-    read: Any
-    partials: tuple[Tensor, ...]  # of keys and values: float32 (together, tokens, head_dim)
+    written: Any  # by backward_dkdv
+    read: Any  # by backward_dq
+    partials: tuple[
+        Tensor, ...
+    ]  # dK, dV over chunks: float32 (heads of a launch, tokens, head_dim)
 
 
-def _lane(case: _Case, stream: torch.cuda.Stream | None) -> _Lane:
-    rows = case.together * case.lists.most_tiles * BLOCK
-    scratch = torch.empty(rows, BLOCK, dtype=case.dtype, device=case.device)
-    tokens = case.tokens if len(case.lists.chunks) > 1 else 0
-    shape = (2, case.together, tokens, case.head_dim)
-    partials = torch.empty(shape, dtype=torch.float32, device=case.device)
-    written, read = case.key_tiles, case.query_tiles
-    return _Lane(
+def _new_buffers(call: _Call, stream: torch.cuda.Stream | None) -> _StreamBuffers:
+    rows = call.heads_per_launch * call.index.max_tiles * BLOCK
+    scratch = torch.empty(rows, BLOCK, dtype=call.dtype, device=call.device)
+    tokens = call.tokens if len(call.index.chunks) > 1 else 0
+    shape = (2, call.heads_per_launch, tokens, call.head_dim)
+    partials = torch.empty(shape, dtype=torch.float32, device=call.device)
+    written, read = call.dkdv_tiles, call.dq_tiles
+    return _StreamBuffers(
         stream,
-        _described(scratch, [written.keys, written.queries], case.is_gluon),
-        _described(scratch, [read.keys, read.queries]),
+        _descriptor(scratch, [written.keys, written.queries], call.is_gluon),
+        _descriptor(scratch, [read.keys, read.queries]),
         partials.unbind(),
     )
 
 
-def gradients(
+def backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    grad: Tensor,
-    limit: Tensor,
+    do: Tensor,
+    lse: Tensor,
     delta: Tensor,
-    grad_q: Tensor,
-    grad_k: Tensor,
-    grad_v: Tensor,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
     blocks: BlockSparse,
     scale: float,
 ) -> None:
-    """Write the gradients of q, k and v, all (batch, tokens, heads of q, head_dim), contiguous.
+    """Write the gradients dq, dk and dv, all (batch, tokens, heads of q, head_dim), contiguous.
 
-    `limit` and `delta` as `kernels.prepare_backward` makes them: (batch, heads, tokens).
+    `lse` and `delta` are `safe_lse` and `delta` of `branch.backward_preprocess`.
     """
     (batch, tokens, heads, head_dim), group = q.shape, q.shape[2] // k.shape[2]
-    most = SCRATCH_BYTES // (2 * BLOCK * BLOCK * q.element_size())
-    q, k, v, grad = (x.flatten(0, 1).flatten(1) for x in (q, k, v, grad))
-    case = _cases(
-        blocks, most, _has_gluon(q.device), q.dtype, q.device, batch, tokens, heads, group,
+    max_tiles = SCRATCH_BYTES // (2 * BLOCK * BLOCK * q.element_size())
+    q, k, v, do = (x.flatten(0, 1).flatten(1) for x in (q, k, v, do))
+    call = _calls(
+        blocks, max_tiles, _has_gluon(q.device), q.dtype, q.device, batch, tokens, heads, group,
         head_dim, scale, (k.stride(0), v.stride(0)),
     )  # fmt: skip
-    inputs = _inputs(case, q, k, v, grad)
-    keys = _described(k, [case.query_tiles.keys, head_dim])
-    lists, firsts = case.lists, range(0, batch * heads, case.together)
+    inputs = _dkdv_inputs(call, q, k, v, do)
+    keys = _descriptor(k, [call.dq_tiles.keys, head_dim])
+    index, firsts = call.index, range(0, batch * heads, call.heads_per_launch)
     side = _side_stream(q.device) if q.is_cuda and len(firsts) > 1 else None
-    lanes = [_lane(case, stream) for stream in ((None, side) if side else (None,))]
+    streams = [_new_buffers(call, stream) for stream in ((None, side) if side else (None,))]
     if side is not None:
         side.wait_stream(torch.cuda.current_stream())
     for i, first in enumerate(firsts):
-        lane = lanes[i % len(lanes)]
-        with torch.cuda.stream(lane.stream):
-            for chunk, key_grad, query_grad in case.launches:
-                key_grad(
-                    *inputs, limit, delta, lane.written, grad_k, grad_v, *lane.partials,
-                    chunk.offsets, chunk.queries, first,
+        buffers = streams[i % len(streams)]
+        with torch.cuda.stream(buffers.stream):
+            for chunk, backward_dkdv, backward_dq in call.launches:
+                backward_dkdv(
+                    *inputs, lse, delta, buffers.written, dk, dv, *buffers.partials, chunk.offsets,
+                    chunk.queries, first,
                 )  # fmt: skip
-                query_grad(lane.read, keys, grad_q, lists.offsets, lists.keys, lists.tiles, first)
+                backward_dq(buffers.read, keys, dq, index.offsets, index.keys, index.tiles, first)
     if side is not None:
-        # Now all that was used here may be freed as if the current stream alone had used it.
-        # `record_stream` would hold the scratch back, and the next layer would take another one.
+        # From here all buffers may be freed as if only the current stream had used them.
+        # `record_stream` would delay the reuse of the scratch, and the next layer would allocate
+        # another one.
         torch.cuda.current_stream().wait_stream(side)
 
 
-def _inputs(case: _Case, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> tuple[Any, ...]:
-    """q, k, v and dO as key_grad reads them: k and v as they are in Triton, see `kernels._tile`."""
-    tiles, dims, is_gluon = case.key_tiles, case.head_dim, case.is_gluon
-    queries, grads = (_described(x, [tiles.queries, dims], is_gluon) for x in (q, grad))
+def _dkdv_inputs(call: _Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Any, ...]:
+    """q, k, v and dO for backward_dkdv: in Triton k and v stay tensors, see `branch._load_tile`."""
+    tiles, dims, is_gluon = call.dkdv_tiles, call.head_dim, call.is_gluon
+    q_desc, do_desc = (_descriptor(x, [tiles.queries, dims], is_gluon) for x in (q, do))
     if is_gluon:
-        k, v = (_described(x, [tiles.keys, dims], True) for x in (k, v))
-    return queries, k, v, grads
+        k, v = (_descriptor(x, [tiles.keys, dims], True) for x in (k, v))
+    return q_desc, k, v, do_desc

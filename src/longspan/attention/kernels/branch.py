@@ -1,25 +1,28 @@
 """Triton kernels of one branch, reading and writing (batch, tokens, heads, head_dim) in place.
 
+Names follow the FlashAttention papers: m_i and l_i are the running maximum and sum of a softmax
+row, lse = m_i + log2 l_i, P = exp2(S − lse), δ = rowsum(dO ∘ O), dS = P ∘ (dO Vᵀ − δ).
+
 Rows. Head h of branch (w, r) keeps the positions p = ρ + r·t with ρ = h mod r. Here `t` is the row:
 a segment is w/r consecutive rows, and a tile of rows is a strided read, done by the copy engine
 through a descriptor of (batch, rows, rate, heads, dims).
 
-Each pair once. In a nested pattern two positions of one branch that share a segment of the branch
-inside it have met there already. The branch then visits only pairs of *different* inner segments
-(CROSS, with `inner` rows each), and how often a pair counts enters as a bias: with c(p) the number
-of rates r_j, from this branch outwards, whose residue h mod r_j position p keeps, the pair (p, k)
+Each pair once. In a nested pattern, a pair of positions that shares a segment of the next inner
+branch has been visited there. With SKIP_INNER a branch visits only pairs of *different* inner
+segments (of `inner` rows each). How often a pair counts enters as a bias: with c(p) the number of
+rates r_j, from this branch outwards, whose residue h mod r_j position p keeps, the pair (p, k)
 counts min(c(p), c(k)) times, since an outer branch keeps only positions that the inner ones keep.
 
-Joined in place. Branches run from the sparsest to the densest. Each takes up the running result of
-its rows (float32, normalised, with a base-2 log-sum-exp), adds its own pairs and puts it back; the
-densest, LAST, writes the output. Gradients are chained in the same way. No atomics: the same input
-gives the same bits.
+Merged in place. Branches run from the sparsest to the densest. Each loads the running result of its
+rows (float32, normalised, with a base-2 log-sum-exp), adds its pairs and stores it again; the
+densest, LAST, writes the output. Gradients are accumulated in the same way. There are no atomics:
+the same input gives the same bits.
 
-Ids. With IDS a query sees a key only where their 64-bit ids are equal: documents and padding.
+Ids. With HAS_IDS a query sees a key only if their 64-bit ids are equal: documents and padding.
 
-Lists. With LISTED the rows of a segment fall into blocks of `block` rows, and only listed pairs of
-blocks are visited: row i of a CSR matrix (`offsets`, `blocks`) names the other side's blocks. Under
-causality the lists leave out a block's pairing with itself, which is masked.
+Block sparsity. With BLOCK_SPARSE the rows of a segment form blocks of `block_size` rows, and only
+the pairs of blocks in a CSR matrix (`offsets`, `indices`) are visited. Under causality the matrix
+leaves out the diagonal blocks, which are visited with a mask.
 """
 
 from __future__ import annotations
@@ -31,13 +34,15 @@ import triton.language as tl
 
 
 @triton.jit
-def _place(pid, head, tokens, rate, segment, inner, CROSS: tl.constexpr, TILE: tl.constexpr):
+def _tile_bounds(
+    pid, head, tokens, rate, segment, inner, SKIP_INNER: tl.constexpr, TILE: tl.constexpr
+):
     """A program's tile: its first row, its run [start, end), and its segment [outer, outer_end).
 
-    A run is a segment or, under CROSS, the inner segment whose own pairs are not visited.
+    A run is a segment or, with SKIP_INNER, an inner segment, whose own pairs are not visited.
     """
     rows = tl.cdiv(tokens - head % rate, rate)
-    length = inner if CROSS else segment
+    length = inner if SKIP_INNER else segment
     tiles = tl.cdiv(length, TILE)
     start = pid // tiles * length
     outer = start // segment * segment
@@ -46,32 +51,32 @@ def _place(pid, head, tokens, rate, segment, inner, CROSS: tl.constexpr, TILE: t
 
 
 @triton.jit
-def _pointers(base, strides, batch, position, head, DIMS: tl.constexpr):
-    """Where rows of a (batch, tokens, heads, dims) tensor lie: (rows, DIMS)."""
+def _pointers(base, strides, batch, position, head, TILE_D: tl.constexpr):
+    """Pointers to rows of a (batch, tokens, heads, dims) tensor: (rows, TILE_D)."""
     rows = base + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
-    return rows + position.to(tl.int64)[:, None] * strides[1] + tl.arange(0, DIMS)[None, :]
+    return rows + position.to(tl.int64)[:, None] * strides[1] + tl.arange(0, TILE_D)[None, :]
 
 
 @triton.jit
-def _tile(x, batch, row, rho, head, TILE: tl.constexpr, DIMS: tl.constexpr):
-    """TILE rows of a descriptor as (TILE, DIMS).
+def _load_tile(desc, batch, row, rho, head, TILE: tl.constexpr, TILE_D: tl.constexpr):
+    """TILE rows of a descriptor as (TILE, TILE_D).
 
-    For the operand that changes within a loop. The one that stays is read by plain loads: from a
-    descriptor Triton 3.6 would keep it in registers, and the second tile would then read garbage.
+    For the operand that changes within a loop. The constant one is read by plain loads: Triton 3.6
+    would keep it in registers if loaded from a descriptor, and the second tile would read garbage.
     """
-    return x.load([batch, row, rho, head, 0]).reshape(TILE, DIMS)
+    return desc.load([batch, row, rho, head, 0]).reshape(TILE, TILE_D)
 
 
 @triton.jit
-def _listed(i, origin, blocks, block, LISTED: tl.constexpr):
-    """The row that step i of a loop begins at: itself, or as the list of blocks says."""
-    if LISTED:
-        i = origin + tl.load(blocks + i // block) * block + i % block
+def _step_row(i, origin, indices, block_size, BLOCK_SPARSE: tl.constexpr):
+    """The first row of step i of a loop: i itself, or as the block index says."""
+    if BLOCK_SPARSE:
+        i = origin + tl.load(indices + i // block_size) * block_size + i % block_size
     return i
 
 
 @triton.jit
-def _levels(row, shift, RATIOS: tl.constexpr):
+def _log_counts(row, shift, RATIOS: tl.constexpr):
     """log2 of the number of branches, from this one outwards, that keep each row."""
     count = tl.full(row.shape, 1.0, tl.float32)
     for j in tl.static_range(len(RATIOS)):
@@ -81,243 +86,253 @@ def _levels(row, shift, RATIOS: tl.constexpr):
 
 @triton.jit
 def _scores(
-    a, b, row_a, row_b, id_a, id_b, level_a, level_b, valid_b, scale,
-    BIASED: tl.constexpr, IDS: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
+    a, b, row_a, row_b, id_a, id_b, log_count_a, log_count_b, valid_b, scale_log2,
+    BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Base-2 scores of the rows `a` (a, dims) with the rows `b`: (a, b); unseen pairs are -inf.
 
-    CAUSAL is 1 where `a` are queries, 2 where `b` are, 0 for none.
+    CAUSAL is 1 if `a` are queries, 2 if `b` are, 0 without causality.
     """
-    x = tl.dot(a, tl.trans(b), input_precision="ieee") * scale
+    qk = tl.dot(a, tl.trans(b), input_precision="ieee") * scale_log2
     if BIASED:
-        x += tl.minimum(level_a[:, None], level_b[None, :])
+        qk += tl.minimum(log_count_a[:, None], log_count_b[None, :])
     if EDGE:
         seen = valid_b[None, :]
         if CAUSAL == 1:
             seen = seen & (row_b[None, :] <= row_a[:, None])
         if CAUSAL == 2:
             seen = seen & (row_b[None, :] >= row_a[:, None])
-        x = tl.where(seen, x, float("-inf"))
-    if IDS:
-        x = tl.where(id_a[:, None] == id_b[None, :], x, float("-inf"))
-    return x
+        qk = tl.where(seen, qk, float("-inf"))
+    if HAS_IDS:
+        qk = tl.where(id_a[:, None] == id_b[None, :], qk, float("-inf"))
+    return qk
 
 
 @triton.jit
-def _keys_of(
-    first, start, end, outer, offsets, block,
-    CROSS: tl.constexpr, CAUSAL: tl.constexpr, LISTED: tl.constexpr,
+def _key_range(
+    first, start, end, outer, offsets, block_size,
+    SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, BLOCK_SPARSE: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of queries visits: steps [begin, middle), then rows [edge, stop) with masks.
+    """The keys of a tile of queries: steps [begin, middle), then rows [edge, stop) with masks.
 
-    And where its list begins.
+    And the first entry of its block index.
     """
-    if CROSS:
+    if SKIP_INNER:
         stop = start
     elif CAUSAL:
         stop = tl.minimum(first + TILE_M, end)
     else:
         stop = end
-    if LISTED:
-        own = (first - outer) // block
-        listed = tl.load(offsets + own)
-        begin, middle = 0, (tl.load(offsets + own + 1) - listed).to(tl.int32) * block
-        edge = outer + own * block if CAUSAL else stop
+    if BLOCK_SPARSE:
+        block_row = (first - outer) // block_size
+        first_index = tl.load(offsets + block_row)
+        count = (tl.load(offsets + block_row + 1) - first_index).to(tl.int32)
+        begin, middle = 0, count * block_size
+        edge = outer + block_row * block_size if CAUSAL else stop
     else:
-        whole = first if CAUSAL and not CROSS else stop
+        whole = first if CAUSAL and not SKIP_INNER else stop
         begin, middle = outer, outer + (whole - outer) // TILE_N * TILE_N
-        edge, listed = middle, 0
-    return begin, middle, edge, stop, listed
+        edge, first_index = middle, 0
+    return begin, middle, edge, stop, first_index
 
 
 @triton.jit
-def _take_in(
-    acc, total, top, queries, row, q_id, q_level, k_level, k, v, k_ids, blocks, block,
-    batch, rho, head, rate, origin, start, stop, end, scale,
-    LISTED: tl.constexpr, BIASED: tl.constexpr, IDS: tl.constexpr, EDGE: tl.constexpr,
-    CAUSAL: tl.constexpr, TILE_N: tl.constexpr, DIMS: tl.constexpr,
+def _forward_inner(
+    acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids, indices, block_size,
+    batch, rho, head, rate, origin, start, stop, end, scale_log2,
+    BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys of the steps [start, stop) that lie below `end`."""
+    """Online softmax over the keys of the steps [start, stop) that are below `end`."""
     for i in tl.range(start, stop, TILE_N):
-        n = _listed(i, origin, blocks, block, LISTED)
+        n = _step_row(i, origin, indices, block_size, BLOCK_SPARSE)
         col = n + tl.arange(0, TILE_N)
         valid = col < end
-        keys = _tile(k, batch, n, rho, head, TILE_N, DIMS)
-        k_id = tl.load(k_ids + col.to(tl.int64) * rate, mask=valid) if IDS else col
-        x = _scores(
-            queries, keys, row, col, q_id, k_id, q_level, k_level, valid, scale,
-            BIASED, IDS, EDGE, CAUSAL,
+        k_tile = _load_tile(k, batch, n, rho, head, TILE_N, TILE_D)
+        k_id = tl.load(k_ids + col.to(tl.int64) * rate, mask=valid) if HAS_IDS else col
+        qk = _scores(
+            q_tile, k_tile, row, col, q_id, k_id, q_log_count, k_log_count, valid, scale_log2,
+            BIASED, HAS_IDS, EDGE, CAUSAL,
         )  # fmt: skip
-        new_top = tl.maximum(top, tl.max(x, 1))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top) if IDS else new_top
-        p = tl.exp2(x - safe[:, None])
-        decay = tl.exp2(top - safe)
-        total = total * decay + tl.sum(p, 1)
-        values = _tile(v, batch, n, rho, head, TILE_N, DIMS)
-        acc = tl.dot(p.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
-        top = new_top
-    return acc, total, top
+        m_new = tl.maximum(m_i, tl.max(qk, 1))
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if HAS_IDS else m_new
+        p = tl.exp2(qk - m_safe[:, None])
+        alpha = tl.exp2(m_i - m_safe)
+        l_i = l_i * alpha + tl.sum(p, 1)
+        v_tile = _load_tile(v, batch, n, rho, head, TILE_N, TILE_D)
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
+        m_i = m_new
+    return acc, l_i, m_i
 
 
 @triton.jit
 def forward(
-    q, k, v, out, partial, lse, q_ids, k_ids, offsets, blocks,
+    q, k, v, out, partial, lse, q_ids, k_ids, offsets, indices,
     q_strides, out_strides, partial_strides, lse_strides, id_stride,
-    tokens, heads, first_head, group, rate, segment, inner, partial_rate, block, scale,
-    RATIOS: tl.constexpr, CROSS: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, EVEN: tl.constexpr, LISTED: tl.constexpr, IDS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    tokens, heads, first_head, group, rate, segment, inner, partial_rate, block_size, scale_log2,
+    RATIOS: tl.constexpr, SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, EVEN: tl.constexpr, BLOCK_SPARSE: tl.constexpr, HAS_IDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """A tile of queries of one branch: its share joined to `partial`, or to `out` by the LAST."""
+    """One tile of queries of one branch, merged into `partial` or, if LAST, into `out`."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     pid = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
-    first, start, end, outer, outer_end = _place(
-        pid, first_head + head, tokens, rate, segment, inner, CROSS, TILE_M
+    first, start, end, outer, outer_end = _tile_bounds(
+        pid, first_head + head, tokens, rate, segment, inner, SKIP_INNER, TILE_M
     )
-    if first >= end or (CROSS and CAUSAL and start == outer):
+    if first >= end or (SKIP_INNER and CAUSAL and start == outer):
         return
     rho = (first_head + head) % rate
     shift = (rho - first_head - head) // rate
     row = first + tl.arange(0, TILE_M)
     valid = row < end
     position = rho + row * rate
-    inside = valid[:, None] & (tl.arange(0, DIMS) < HEAD_DIM)[None, :]
+    in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
     lse_rows = (
         lse + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + position
     )
-    partial_rows = _pointers(partial, partial_strides, batch, position // partial_rate, head, DIMS)
+    partial_rows = _pointers(
+        partial, partial_strides, batch, position // partial_rate, head, TILE_D
+    )
     ids = batch.to(tl.int64) * id_stride
 
-    q_rows = _pointers(q, q_strides, batch, position, head, DIMS)
-    queries = tl.load(q_rows, mask=inside, other=0.0)
-    q_id = tl.load(q_ids + ids + position, mask=valid) if IDS else row
+    q_rows = _pointers(q, q_strides, batch, position, head, TILE_D)
+    q_tile = tl.load(q_rows, mask=in_bounds, other=0.0)
+    q_id = tl.load(q_ids + ids + position, mask=valid) if HAS_IDS else row
     if FIRST:
-        top = tl.full([TILE_M], float("-inf"), tl.float32)
-        total = tl.zeros([TILE_M], tl.float32)
-        acc = tl.zeros([TILE_M, DIMS], tl.float32)
+        m_i = tl.full([TILE_M], float("-inf"), tl.float32)
+        l_i = tl.zeros([TILE_M], tl.float32)
+        acc = tl.zeros([TILE_M, TILE_D], tl.float32)
     else:
-        top = tl.load(lse_rows, mask=valid, other=float("-inf"))
-        known = top > float("-inf")
-        total = tl.where(known, 1.0, 0.0)
-        acc = tl.load(partial_rows, mask=inside & known[:, None], other=0.0)
+        m_i = tl.load(lse_rows, mask=valid, other=float("-inf"))
+        has_partial = m_i > float("-inf")
+        l_i = tl.where(has_partial, 1.0, 0.0)
+        acc = tl.load(partial_rows, mask=in_bounds & has_partial[:, None], other=0.0)
     BIASED: tl.constexpr = len(RATIOS) > 0
-    q_level = _levels(row, shift, RATIOS)
-    k_level = _levels(tl.arange(0, TILE_N), shift, RATIOS)  # tiles begin at multiples of the ratios
+    q_log_count = _log_counts(row, shift, RATIOS)
+    # Tiles begin at multiples of the ratios.
+    k_log_count = _log_counts(tl.arange(0, TILE_N), shift, RATIOS)
 
-    DIAGONAL: tl.constexpr = CAUSAL and not CROSS
-    begin, middle, edge, stop, listed = _keys_of(
-        first, start, end, outer, offsets, block, CROSS, CAUSAL, LISTED, TILE_M, TILE_N
-    )
-    acc, total, top = _take_in(
-        acc, total, top, queries, row, q_id, q_level, k_level, k, v, k_ids + ids + rho,
-        blocks + listed, block, batch, rho, head // group, rate, outer, begin, middle, outer_end,
-        scale, LISTED, BIASED, IDS, LISTED and not CAUSAL, 0, TILE_N, DIMS,
+    DIAGONAL: tl.constexpr = CAUSAL and not SKIP_INNER
+    begin, middle, edge, stop, first_index = _key_range(
+        first, start, end, outer, offsets, block_size, SKIP_INNER, CAUSAL, BLOCK_SPARSE, TILE_M,
+        TILE_N,
+    )  # fmt: skip
+    acc, l_i, m_i = _forward_inner(
+        acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids + rho,
+        indices + first_index, block_size, batch, rho, head // group, rate, outer, begin, middle,
+        outer_end, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS, BLOCK_SPARSE and not CAUSAL, 0,
+        TILE_N, TILE_D,
     )  # fmt: skip
     if DIAGONAL or not EVEN:
-        acc, total, top = _take_in(
-            acc, total, top, queries, row, q_id, q_level, k_level, k, v, k_ids + ids + rho, blocks,
-            block, batch, rho, head // group, rate, outer, edge, stop, stop, scale,
-            False, BIASED, IDS, True, 1 if DIAGONAL else 0, TILE_N, DIMS,
+        acc, l_i, m_i = _forward_inner(
+            acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids + rho,
+            indices, block_size, batch, rho, head // group, rate, outer, edge, stop, stop,
+            scale_log2, False, BIASED, HAS_IDS, True, 1 if DIAGONAL else 0, TILE_N, TILE_D,
         )  # fmt: skip
-    if CROSS and not CAUSAL:
-        acc, total, top = _take_in(
-            acc, total, top, queries, row, q_id, q_level, k_level, k, v, k_ids + ids + rho, blocks,
-            block, batch, rho, head // group, rate, outer, start + inner, outer_end, outer_end,
-            scale, False, BIASED, IDS, True, 0, TILE_N, DIMS,
+    if SKIP_INNER and not CAUSAL:
+        acc, l_i, m_i = _forward_inner(
+            acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids + rho,
+            indices, block_size, batch, rho, head // group, rate, outer, start + inner, outer_end,
+            outer_end, scale_log2, False, BIASED, HAS_IDS, True, 0, TILE_N, TILE_D,
         )  # fmt: skip
 
-    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(lse_rows, top + tl.log2(total), mask=valid)
+    acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
+    tl.store(lse_rows, m_i + tl.log2(l_i), mask=valid)
     if LAST:
-        out_rows = _pointers(out, out_strides, batch, position, head, DIMS)
-        tl.store(out_rows, acc.to(out.dtype.element_ty), mask=inside)
+        out_rows = _pointers(out, out_strides, batch, position, head, TILE_D)
+        tl.store(out_rows, acc.to(out.dtype.element_ty), mask=in_bounds)
     else:
-        tl.store(partial_rows, acc, mask=inside)
+        tl.store(partial_rows, acc, mask=in_bounds)
 
 
 @triton.jit
-def prepare_backward(
-    out, grad, lse, delta, limit, out_strides, grad_strides, lse_strides, tokens, heads,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE: tl.constexpr,
+def backward_preprocess(
+    out, do, lse, delta, safe_lse, out_strides, do_strides, lse_strides, tokens, heads,
+    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """delta = rowsum(dO ∘ O); limit = the log-sum-exp, +inf for queries that see nothing."""
+    """delta = rowsum(dO ∘ O); safe_lse = the log-sum-exp, but +inf for queries that see no key."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = row < tokens
-    inside = valid[:, None] & (tl.arange(0, DIMS) < HEAD_DIM)[None, :]
-    o = tl.load(_pointers(out, out_strides, batch, row, head, DIMS), mask=inside, other=0.0)
-    g = tl.load(_pointers(grad, grad_strides, batch, row, head, DIMS), mask=inside, other=0.0)
-    place = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + row
-    tl.store(delta + place, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1), mask=valid)
-    x = tl.load(lse + place, mask=valid)
-    tl.store(limit + place, tl.where(x == float("-inf"), float("inf"), x), mask=valid)
+    in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
+    out_rows = _pointers(out, out_strides, batch, row, head, TILE_D)
+    out_tile = tl.load(out_rows, mask=in_bounds, other=0.0).to(tl.float32)
+    do_rows = _pointers(do, do_strides, batch, row, head, TILE_D)
+    do_tile = tl.load(do_rows, mask=in_bounds, other=0.0).to(tl.float32)
+    offset = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + row
+    tl.store(delta + offset, tl.sum(out_tile * do_tile, 1), mask=valid)
+    lse_i = tl.load(lse + offset, mask=valid)
+    tl.store(safe_lse + offset, tl.where(lse_i == float("-inf"), float("inf"), lse_i), mask=valid)
 
 
 @triton.jit
-def _put(
-    acc, grad, partial, grad_strides, partial_strides, batch, position, head, row, shift, inside,
+def _accumulate(
+    acc, grad, partial, grad_strides, partial_strides, batch, position, head, row, shift, in_bounds,
     partial_rate, RATIOS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
-    DIMS: tl.constexpr,
+    TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """Join a tile's gradient to the sparser branches' share and store it.
+    """Add the sparser branches' partial to a tile's gradient and store it.
 
-    In a nested pattern (RATIOS) those have written the rows they keep, else all of them.
+    In a nested pattern (RATIOS) they have written only the rows they keep, else all rows.
     """
-    partial_rows = _pointers(partial, partial_strides, batch, position // partial_rate, head, DIMS)
+    partial_rows = _pointers(
+        partial, partial_strides, batch, position // partial_rate, head, TILE_D
+    )
     if not FIRST:
-        known = inside
+        has_partial = in_bounds
         if len(RATIOS) > 0:
-            known = known & ((row + shift) % RATIOS[0] == 0)[:, None]
-        acc += tl.load(partial_rows, mask=known, other=0.0)
+            has_partial = has_partial & ((row + shift) % RATIOS[0] == 0)[:, None]
+        acc += tl.load(partial_rows, mask=has_partial, other=0.0)
     if LAST:
-        rows = _pointers(grad, grad_strides, batch, position, head, DIMS)
-        tl.store(rows, acc.to(grad.dtype.element_ty), mask=inside)
+        rows = _pointers(grad, grad_strides, batch, position, head, TILE_D)
+        tl.store(rows, acc.to(grad.dtype.element_ty), mask=in_bounds)
     else:
-        tl.store(partial_rows, acc, mask=inside)
+        tl.store(partial_rows, acc, mask=in_bounds)
 
 
 @triton.jit
-def _gather_query_grad(
-    acc, queries, grads, row, q_id, q_level, limit, delta, k_level, k, v, k_ids, blocks, block,
-    batch, rho, head, rate, origin, start, stop, end, scale,
-    LISTED: tl.constexpr, BIASED: tl.constexpr, IDS: tl.constexpr, EDGE: tl.constexpr,
-    CAUSAL: tl.constexpr, TILE_N: tl.constexpr, DIMS: tl.constexpr,
+def _dq_inner(
+    acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v, k_ids, indices,
+    block_size, batch, rho, head, rate, origin, start, stop, end, scale_log2,
+    BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """dQ = [P ∘ (dO Vᵀ − δ)] K over the keys of the steps [start, stop) that lie below `end`."""
+    """dQ = dS K over the keys of the steps [start, stop) that are below `end`."""
     for i in tl.range(start, stop, TILE_N):
-        n = _listed(i, origin, blocks, block, LISTED)
+        n = _step_row(i, origin, indices, block_size, BLOCK_SPARSE)
         col = n + tl.arange(0, TILE_N)
         valid = col < end
-        keys = _tile(k, batch, n, rho, head, TILE_N, DIMS)
-        values = _tile(v, batch, n, rho, head, TILE_N, DIMS)
-        k_id = tl.load(k_ids + col.to(tl.int64) * rate, mask=valid) if IDS else col
-        x = _scores(
-            queries, keys, row, col, q_id, k_id, q_level, k_level, valid, scale,
-            BIASED, IDS, EDGE, CAUSAL,
+        k_tile = _load_tile(k, batch, n, rho, head, TILE_N, TILE_D)
+        v_tile = _load_tile(v, batch, n, rho, head, TILE_N, TILE_D)
+        k_id = tl.load(k_ids + col.to(tl.int64) * rate, mask=valid) if HAS_IDS else col
+        qk = _scores(
+            q_tile, k_tile, row, col, q_id, k_id, q_log_count, k_log_count, valid, scale_log2,
+            BIASED, HAS_IDS, EDGE, CAUSAL,
         )  # fmt: skip
-        p = tl.exp2(x - limit[:, None])
-        slope = tl.dot(grads, tl.trans(values), input_precision="ieee")
-        change = p * (slope - delta[:, None])
-        acc = tl.dot(change.to(keys.dtype), keys, acc, input_precision="ieee")
+        p = tl.exp2(qk - lse_i[:, None])
+        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
+        ds = p * (dp - delta_i[:, None])
+        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
     return acc
 
 
 @triton.jit
-def query_grad(
-    q, k, v, grad, limit, delta, grad_q, partial, q_ids, k_ids, offsets, blocks,
-    q_strides, grad_strides, grad_q_strides, partial_strides, lse_strides, id_stride,
-    tokens, heads, first_head, group, rate, segment, inner, partial_rate, block, scale,
-    natural_scale,
-    RATIOS: tl.constexpr, CROSS: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, EVEN: tl.constexpr, LISTED: tl.constexpr, IDS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+def backward_dq(
+    q, k, v, do, lse, delta, dq, partial, q_ids, k_ids, offsets, indices,
+    q_strides, do_strides, dq_strides, partial_strides, lse_strides, id_stride,
+    tokens, heads, first_head, group, rate, segment, inner, partial_rate, block_size, scale_log2,
+    softmax_scale,
+    RATIOS: tl.constexpr, SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, EVEN: tl.constexpr, BLOCK_SPARSE: tl.constexpr, HAS_IDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile of queries of one branch."""
+    """dQ of one tile of queries of one branch. `lse` is `safe_lse` of `backward_preprocess`."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     pid = tl.num_programs(0) - 1 - tl.program_id(0)
-    first, start, end, outer, outer_end = _place(
-        pid, first_head + head, tokens, rate, segment, inner, CROSS, TILE_M
+    first, start, end, outer, outer_end = _tile_bounds(
+        pid, first_head + head, tokens, rate, segment, inner, SKIP_INNER, TILE_M
     )
     if first >= end:
         return
@@ -326,97 +341,101 @@ def query_grad(
     row = first + tl.arange(0, TILE_M)
     valid = row < end
     position = rho + row * rate
-    inside = valid[:, None] & (tl.arange(0, DIMS) < HEAD_DIM)[None, :]
-    lse_place = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + position
+    in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
+    lse_offset = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + position
     ids = batch.to(tl.int64) * id_stride
 
-    q_rows = _pointers(q, q_strides, batch, position, head, DIMS)
-    queries = tl.load(q_rows, mask=inside, other=0.0)
-    grad_rows = _pointers(grad, grad_strides, batch, position, head, DIMS)
-    grads = tl.load(grad_rows, mask=inside, other=0.0)
-    tops = tl.load(limit + lse_place, mask=valid, other=float("inf"))
-    means = tl.load(delta + lse_place, mask=valid, other=0.0)
-    q_id = tl.load(q_ids + ids + position, mask=valid) if IDS else row
+    q_rows = _pointers(q, q_strides, batch, position, head, TILE_D)
+    q_tile = tl.load(q_rows, mask=in_bounds, other=0.0)
+    do_rows = _pointers(do, do_strides, batch, position, head, TILE_D)
+    do_tile = tl.load(do_rows, mask=in_bounds, other=0.0)
+    lse_i = tl.load(lse + lse_offset, mask=valid, other=float("inf"))
+    delta_i = tl.load(delta + lse_offset, mask=valid, other=0.0)
+    q_id = tl.load(q_ids + ids + position, mask=valid) if HAS_IDS else row
     BIASED: tl.constexpr = len(RATIOS) > 0
-    q_level = _levels(row, shift, RATIOS)
-    k_level = _levels(tl.arange(0, TILE_N), shift, RATIOS)
-    acc = tl.zeros([TILE_M, DIMS], tl.float32)
+    q_log_count = _log_counts(row, shift, RATIOS)
+    k_log_count = _log_counts(tl.arange(0, TILE_N), shift, RATIOS)
+    acc = tl.zeros([TILE_M, TILE_D], tl.float32)
 
-    DIAGONAL: tl.constexpr = CAUSAL and not CROSS
-    begin, middle, edge, stop, listed = _keys_of(
-        first, start, end, outer, offsets, block, CROSS, CAUSAL, LISTED, TILE_M, TILE_N
-    )
-    acc = _gather_query_grad(
-        acc, queries, grads, row, q_id, q_level, tops, means, k_level, k, v, k_ids + ids + rho,
-        blocks + listed, block, batch, rho, head // group, rate, outer, begin, middle, outer_end,
-        scale, LISTED, BIASED, IDS, LISTED and not CAUSAL, 0, TILE_N, DIMS,
+    DIAGONAL: tl.constexpr = CAUSAL and not SKIP_INNER
+    begin, middle, edge, stop, first_index = _key_range(
+        first, start, end, outer, offsets, block_size, SKIP_INNER, CAUSAL, BLOCK_SPARSE, TILE_M,
+        TILE_N,
+    )  # fmt: skip
+    acc = _dq_inner(
+        acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
+        k_ids + ids + rho, indices + first_index, block_size, batch, rho, head // group, rate,
+        outer, begin, middle, outer_end, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS,
+        BLOCK_SPARSE and not CAUSAL, 0, TILE_N, TILE_D,
     )  # fmt: skip
     if DIAGONAL or not EVEN:
-        acc = _gather_query_grad(
-            acc, queries, grads, row, q_id, q_level, tops, means, k_level, k, v, k_ids + ids + rho,
-            blocks, block, batch, rho, head // group, rate, outer, edge, stop, stop, scale,
-            False, BIASED, IDS, True, 1 if DIAGONAL else 0, TILE_N, DIMS,
+        acc = _dq_inner(
+            acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
+            k_ids + ids + rho, indices, block_size, batch, rho, head // group, rate, outer, edge,
+            stop, stop, scale_log2, False, BIASED, HAS_IDS, True, 1 if DIAGONAL else 0, TILE_N,
+            TILE_D,
         )  # fmt: skip
-    if CROSS and not CAUSAL:
-        acc = _gather_query_grad(
-            acc, queries, grads, row, q_id, q_level, tops, means, k_level, k, v, k_ids + ids + rho,
-            blocks, block, batch, rho, head // group, rate, outer, start + inner, outer_end,
-            outer_end, scale, False, BIASED, IDS, True, 0, TILE_N, DIMS,
+    if SKIP_INNER and not CAUSAL:
+        acc = _dq_inner(
+            acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
+            k_ids + ids + rho, indices, block_size, batch, rho, head // group, rate, outer,
+            start + inner, outer_end, outer_end, scale_log2, False, BIASED, HAS_IDS, True, 0,
+            TILE_N, TILE_D,
         )  # fmt: skip
-    _put(
-        acc * natural_scale, grad_q, partial, grad_q_strides, partial_strides, batch, position,
-        head, row, shift, inside, partial_rate, RATIOS, FIRST, LAST, DIMS,
+    _accumulate(
+        acc * softmax_scale, dq, partial, dq_strides, partial_strides, batch, position,
+        head, row, shift, in_bounds, partial_rate, RATIOS, FIRST, LAST, TILE_D,
     )  # fmt: skip
 
 
 @triton.jit
-def _gather_key_grad(
-    acc_k, acc_v, keys, values, col, k_id, k_level, q_level, q, grad, limit, delta, q_ids, blocks,
-    block, batch, rho, head, rate, origin, start, stop, end, scale,
-    LISTED: tl.constexpr, BIASED: tl.constexpr, IDS: tl.constexpr, EDGE: tl.constexpr,
-    CAUSAL: tl.constexpr, TILE_M: tl.constexpr, DIMS: tl.constexpr,
+def _dkdv_inner(
+    dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do, lse, delta, q_ids,
+    indices, block_size, batch, rho, head, rate, origin, start, stop, end, scale_log2,
+    BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
+    CAUSAL: tl.constexpr, TILE_M: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
-    """dV = Pᵀ dO and dK = [P ∘ (dO Vᵀ − δ)]ᵀ Q over the queries of [start, stop) below `end`."""
+    """dV = Pᵀ dO and dK = dSᵀ Q over the queries of the steps [start, stop) below `end`."""
     for i in tl.range(start, stop, TILE_M):
-        m = _listed(i, origin, blocks, block, LISTED)
+        m = _step_row(i, origin, indices, block_size, BLOCK_SPARSE)
         row = m + tl.arange(0, TILE_M)
         valid = row < end
-        place = row * rate
-        queries = _tile(q, batch, m, rho, head, TILE_M, DIMS)
-        grads = _tile(grad, batch, m, rho, head, TILE_M, DIMS)
+        position = row * rate
+        q_tile = _load_tile(q, batch, m, rho, head, TILE_M, TILE_D)
+        do_tile = _load_tile(do, batch, m, rho, head, TILE_M, TILE_D)
         if EDGE:
-            tops = tl.load(limit + place, mask=valid, other=float("inf"))
-            means = tl.load(delta + place, mask=valid, other=0.0)
+            lse_i = tl.load(lse + position, mask=valid, other=float("inf"))
+            delta_i = tl.load(delta + position, mask=valid, other=0.0)
         else:
-            tops = tl.load(limit + place)
-            means = tl.load(delta + place)
-        q_id = tl.load(q_ids + place, mask=valid) if IDS else row
-        x = _scores(
-            keys, queries, col, row, k_id, q_id, k_level, q_level, valid, scale,
-            BIASED, IDS, EDGE, CAUSAL,
+            lse_i = tl.load(lse + position)
+            delta_i = tl.load(delta + position)
+        q_id = tl.load(q_ids + position, mask=valid) if HAS_IDS else row
+        qk = _scores(
+            k_tile, q_tile, col, row, k_id, q_id, k_log_count, q_log_count, valid, scale_log2,
+            BIASED, HAS_IDS, EDGE, CAUSAL,
         )  # fmt: skip
-        p = tl.exp2(x - tops[None, :])
-        acc_v = tl.dot(p.to(grads.dtype), grads, acc_v, input_precision="ieee")
-        slope = tl.dot(values, tl.trans(grads), input_precision="ieee")
-        change = p * (slope - means[None, :])
-        acc_k = tl.dot(change.to(queries.dtype), queries, acc_k, input_precision="ieee")
-    return acc_k, acc_v
+        p = tl.exp2(qk - lse_i[None, :])
+        dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision="ieee")
+        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
+        ds = p * (dp - delta_i[None, :])
+        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
+    return dk_acc, dv_acc
 
 
 @triton.jit
-def key_grad(
-    q, k, v, grad, limit, delta, grad_k, grad_v, partial_k, partial_v, q_ids, k_ids, offsets,
-    blocks, k_strides, v_strides, grad_k_strides, partial_strides, lse_strides, id_stride,
-    tokens, heads, first_head, group, rate, segment, inner, partial_rate, block, scale,
-    natural_scale,
-    RATIOS: tl.constexpr, CROSS: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
-    LAST: tl.constexpr, EVEN: tl.constexpr, LISTED: tl.constexpr, IDS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+def backward_dkdv(
+    q, k, v, do, lse, delta, dk, dv, partial_k, partial_v, q_ids, k_ids, offsets,
+    indices, k_strides, v_strides, dk_strides, partial_strides, lse_strides, id_stride,
+    tokens, heads, first_head, group, rate, segment, inner, partial_rate, block_size, scale_log2,
+    softmax_scale,
+    RATIOS: tl.constexpr, SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
+    LAST: tl.constexpr, EVEN: tl.constexpr, BLOCK_SPARSE: tl.constexpr, HAS_IDS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of a tile of keys and values of one branch, per query head."""
+    """dK and dV of one tile of keys of one branch, per query head. `lse` as in `backward_dq`."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    first, start, end, outer, outer_end = _place(
-        tl.program_id(0), first_head + head, tokens, rate, segment, inner, CROSS, TILE_N
+    first, start, end, outer, outer_end = _tile_bounds(
+        tl.program_id(0), first_head + head, tokens, rate, segment, inner, SKIP_INNER, TILE_N
     )
     if first >= end:
         return
@@ -425,64 +444,68 @@ def key_grad(
     col = first + tl.arange(0, TILE_N)
     valid = col < end
     position = rho + col * rate
-    inside = valid[:, None] & (tl.arange(0, DIMS) < HEAD_DIM)[None, :]
-    lse_place = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + rho
+    in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
+    lse_offset = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + rho
     ids = batch.to(tl.int64) * id_stride
 
-    k_rows = _pointers(k, k_strides, batch, position, head // group, DIMS)
-    keys = tl.load(k_rows, mask=inside, other=0.0)
-    v_rows = _pointers(v, v_strides, batch, position, head // group, DIMS)
-    values = tl.load(v_rows, mask=inside, other=0.0)
-    k_id = tl.load(k_ids + ids + position, mask=valid) if IDS else col
+    k_rows = _pointers(k, k_strides, batch, position, head // group, TILE_D)
+    k_tile = tl.load(k_rows, mask=in_bounds, other=0.0)
+    v_rows = _pointers(v, v_strides, batch, position, head // group, TILE_D)
+    v_tile = tl.load(v_rows, mask=in_bounds, other=0.0)
+    k_id = tl.load(k_ids + ids + position, mask=valid) if HAS_IDS else col
     BIASED: tl.constexpr = len(RATIOS) > 0
-    k_level = _levels(col, shift, RATIOS)
-    q_level = _levels(tl.arange(0, TILE_M), shift, RATIOS)
-    acc_k = tl.zeros([TILE_N, DIMS], tl.float32)
-    acc_v = tl.zeros([TILE_N, DIMS], tl.float32)
+    k_log_count = _log_counts(col, shift, RATIOS)
+    q_log_count = _log_counts(tl.arange(0, TILE_M), shift, RATIOS)
+    dk_acc = tl.zeros([TILE_N, TILE_D], tl.float32)
+    dv_acc = tl.zeros([TILE_N, TILE_D], tl.float32)
 
     begin = outer
-    if CROSS:
+    if SKIP_INNER:
         begin = tl.minimum(start + inner, outer_end)
     elif CAUSAL:
         begin = outer + (first - outer) // TILE_M * TILE_M
         after = first + TILE_N - outer
-        STEP = block if LISTED else TILE_M
+        STEP = block_size if BLOCK_SPARSE else TILE_M
         middle = tl.minimum(outer + tl.cdiv(after, STEP) * STEP, outer_end)
-        acc_k, acc_v = _gather_key_grad(
-            acc_k, acc_v, keys, values, col, k_id, k_level, q_level, q, grad, limit + lse_place,
-            delta + lse_place, q_ids + ids + rho, blocks, block, batch, rho, head, rate, outer,
-            begin, middle, middle, scale, False, BIASED, IDS, True, 2, TILE_M, DIMS,
+        dk_acc, dv_acc = _dkdv_inner(
+            dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
+            lse + lse_offset, delta + lse_offset, q_ids + ids + rho, indices, block_size, batch,
+            rho, head, rate, outer, begin, middle, middle, scale_log2, False, BIASED, HAS_IDS, True,
+            2, TILE_M, TILE_D,
         )  # fmt: skip
         begin = middle
-    if LISTED:
-        own = (first - outer) // block
-        listed = tl.load(offsets + own)
-        blocks += listed
-        begin, last = 0, (tl.load(offsets + own + 1) - listed).to(tl.int32) * block
+    if BLOCK_SPARSE:
+        block_row = (first - outer) // block_size
+        first_index = tl.load(offsets + block_row)
+        indices += first_index
+        begin, last = 0, (tl.load(offsets + block_row + 1) - first_index).to(tl.int32) * block_size
     else:
         last = begin + (outer_end - begin) // TILE_M * TILE_M
-    acc_k, acc_v = _gather_key_grad(
-        acc_k, acc_v, keys, values, col, k_id, k_level, q_level, q, grad, limit + lse_place,
-        delta + lse_place, q_ids + ids + rho, blocks, block, batch, rho, head, rate, outer,
-        begin, last, outer_end, scale, LISTED, BIASED, IDS, LISTED, 0, TILE_M, DIMS,
+    dk_acc, dv_acc = _dkdv_inner(
+        dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
+        lse + lse_offset, delta + lse_offset, q_ids + ids + rho, indices, block_size, batch, rho,
+        head, rate, outer, begin, last, outer_end, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS,
+        BLOCK_SPARSE, 0, TILE_M, TILE_D,
     )  # fmt: skip
-    if not LISTED and not EVEN:
-        acc_k, acc_v = _gather_key_grad(
-            acc_k, acc_v, keys, values, col, k_id, k_level, q_level, q, grad, limit + lse_place,
-            delta + lse_place, q_ids + ids + rho, blocks, block, batch, rho, head, rate, outer,
-            last, outer_end, outer_end, scale, False, BIASED, IDS, True, 0, TILE_M, DIMS,
+    if not BLOCK_SPARSE and not EVEN:
+        dk_acc, dv_acc = _dkdv_inner(
+            dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
+            lse + lse_offset, delta + lse_offset, q_ids + ids + rho, indices, block_size, batch,
+            rho, head, rate, outer, last, outer_end, outer_end, scale_log2, False, BIASED, HAS_IDS,
+            True, 0, TILE_M, TILE_D,
         )  # fmt: skip
-    if CROSS and not CAUSAL:
-        acc_k, acc_v = _gather_key_grad(
-            acc_k, acc_v, keys, values, col, k_id, k_level, q_level, q, grad, limit + lse_place,
-            delta + lse_place, q_ids + ids + rho, blocks, block, batch, rho, head, rate, outer,
-            outer, start, start, scale, False, BIASED, IDS, True, 0, TILE_M, DIMS,
+    if SKIP_INNER and not CAUSAL:
+        dk_acc, dv_acc = _dkdv_inner(
+            dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
+            lse + lse_offset, delta + lse_offset, q_ids + ids + rho, indices, block_size, batch,
+            rho, head, rate, outer, outer, start, start, scale_log2, False, BIASED, HAS_IDS, True,
+            0, TILE_M, TILE_D,
         )  # fmt: skip
-    _put(
-        acc_k * natural_scale, grad_k, partial_k, grad_k_strides, partial_strides, batch, position,
-        head, col, shift, inside, partial_rate, RATIOS, FIRST, LAST, DIMS,
+    _accumulate(
+        dk_acc * softmax_scale, dk, partial_k, dk_strides, partial_strides, batch, position,
+        head, col, shift, in_bounds, partial_rate, RATIOS, FIRST, LAST, TILE_D,
     )  # fmt: skip
-    _put(
-        acc_v, grad_v, partial_v, grad_k_strides, partial_strides, batch, position,
-        head, col, shift, inside, partial_rate, RATIOS, FIRST, LAST, DIMS,
+    _accumulate(
+        dv_acc, dv, partial_v, dk_strides, partial_strides, batch, position,
+        head, col, shift, in_bounds, partial_rate, RATIOS, FIRST, LAST, TILE_D,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Launches of the Triton kernels: a plan of branches, tiles, and memory that stays small."""
+"""Launches the Triton kernels: the schedule of branches, tile sizes, and bounded buffers."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from torch.nn.functional import pad
 
 from longspan.attention.kernels import block_sparse
 from longspan.attention.kernels import branch as branch_kernels
-from longspan.attention.kernels.block_index import block_lists
+from longspan.attention.kernels.block_index import block_index
 from longspan.attention.kernels.block_sparse import LOG2_E
 from longspan.attention.kernels.launch import Launch, Tiles
-from longspan.attention.pattern import BlockSparse
+from longspan.attention.pattern import BlockSparse, Dilated, Pattern
 
 PARTIAL_BYTES = 128 << 20
-"""Of each float32 buffer that branches are joined in; longer sequences go slab by slab."""
+"""Of each float32 buffer that merges branches; longer sequences are processed slab by slab."""
 
 
 def tiles_of(kernel: str, head_dim: int, dtype: torch.dtype, block: int = 0) -> Tiles:
-    """The fastest of those tried on an H200 for head_dim 64 and 128; the others merely fit.
+    """The fastest tiles of those tried on an H200 for head_dim 64 and 128; others merely fit.
 
-    They divide `block`, the size of block-sparse blocks where there are any.
+    They divide `block`, the block size of a block-sparse pattern, unless it is 0.
     """
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 1)
@@ -35,54 +35,54 @@ def tiles_of(kernel: str, head_dim: int, dtype: torch.dtype, block: int = 0) -> 
     if head_dim <= 64:
         return {
             "forward": Tiles(128, 128, 4, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
-            "query_grad": Tiles(64, 64 if block else 32, 4, 3),
-            "key_grad": Tiles(32, 64, 4, 3),
+            "backward_dq": Tiles(64, 64 if block else 32, 4, 3),
+            "backward_dkdv": Tiles(32, 64, 4, 3),
         }[kernel]
     if head_dim <= 128:
         return {
             "forward": Tiles(128, 64, 4, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
-            "query_grad": Tiles(64, 64, 4, 2) if block else Tiles(128, 64, 8, 3),
-            "key_grad": Tiles(64, 64, 4, 2) if block else Tiles(32, 64, 4, 3),
+            "backward_dq": Tiles(64, 64, 4, 2) if block else Tiles(128, 64, 8, 3),
+            "backward_dkdv": Tiles(64, 64, 4, 2) if block else Tiles(32, 64, 4, 3),
         }[kernel]
-    return Tiles(32, 64, 8, 1) if kernel == "key_grad" else Tiles(64, 32, 8, 2)
+    return Tiles(32, 64, 8, 1) if kernel == "backward_dkdv" else Tiles(64, 32, 8, 2)
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One branch as the kernels see it: lengths in rows, and its place among the others."""
+    """One branch for the kernels: lengths in rows, and its relation to the other branches."""
 
     rate: int
     segment: int
-    inner: int  # rows of the segments it crosses; 0 where it visits its segments whole
+    inner: int  # rows of the inner segments whose pairs it skips; 0 if it visits all pairs
     ratios: tuple[int, ...]  # the outer branches' rates over its own
     is_first: bool
     is_last: bool
 
 
 @dataclass(frozen=True)
-class Plan:
+class BranchSchedule:
     """The branches from the sparsest to the densest.
 
-    In a chain each branch keeps only positions that the next one keeps: it is enough to hold the
-    partial results of every `partial_rate`-th position, and the last branch writes the result.
+    In a nested schedule each branch keeps only positions that the next one keeps: partial results
+    of every `partial_rate`-th position are enough, and the last branch writes the result.
     """
 
     branches: tuple[Branch, ...]
-    is_chain: bool
+    is_nested: bool
     partial_rate: int
     reach: int  # the longest segment: no pair is further apart
 
     def writes_every_row(self) -> bool:
-        return self.is_chain and self.branches[-1].rate == 1
+        return self.is_nested and self.branches[-1].rate == 1
 
 
-def plan(segment_lengths: Sequence[int], rates: Sequence[int], has_blocks: bool) -> Plan:
-    """Order the branches and, where they are nested, let each visit what the inner ones have not.
+def schedule_branches(branches: Sequence[tuple[int, int]], has_blocks: bool) -> BranchSchedule:
+    """Order branches (segment length, rate); nested ones skip the pairs of inner branches.
 
-    Nested: every segment is made of whole inner ones, every rate is a multiple of the inner ones
-    and divides every segment. A key's multiplicity must further repeat within a tile of 32.
+    Nested: every segment consists of whole inner ones, and every rate is a multiple of the inner
+    ones and divides every segment. A key's multiplicity must also repeat within a tile of 32.
     """
-    dense_to_sparse = sorted(zip(segment_lengths, rates, strict=True))
+    dense_to_sparse = sorted(branches)
     widest, sparsest = dense_to_sparse[-1]
     pairs = list(pairwise(dense_to_sparse))
     is_nested = (
@@ -92,7 +92,7 @@ def plan(segment_lengths: Sequence[int], rates: Sequence[int], has_blocks: bool)
         and not (has_blocks and pairs)
     )
     last = len(dense_to_sparse) - 1
-    branches = tuple(
+    scheduled = tuple(
         Branch(
             rate=r,
             segment=w // r,
@@ -104,11 +104,11 @@ def plan(segment_lengths: Sequence[int], rates: Sequence[int], has_blocks: bool)
         for i, (w, r) in enumerate(dense_to_sparse)
     )[::-1]
     partial_rate = dense_to_sparse[1][1] if is_nested and pairs else 1
-    reach = widest if is_nested else math.lcm(*segment_lengths)
-    return Plan(branches, is_nested, partial_rate, reach)
+    reach = widest if is_nested else math.lcm(*(w for w, _ in branches))
+    return BranchSchedule(scheduled, is_nested, partial_rate, reach)
 
 
-@dataclass(frozen=True, eq=False)  # one object for each, see `_calls`: its hash is its address
+@dataclass(frozen=True, eq=False)  # `_calls` makes one object of each kind: its hash is its address
 class _Call:
     """What the launches of one attention share: its shapes and its pattern."""
 
@@ -119,74 +119,90 @@ class _Call:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    segment_lengths: tuple[int, ...]
-    rates: tuple[int, ...]
-    blocks: BlockSparse | None
-    first_head: int
+    pattern: Pattern
     is_causal: bool
     has_ids: bool
     scale: float
 
     @cached_property
-    def plan(self) -> Plan:
-        return plan(self.segment_lengths, self.rates, self.blocks is not None)
+    def branches(self) -> tuple[tuple[int, int], ...]:
+        """(segment length, rate); a dense or block-sparse pattern is one whole-sequence branch."""
+        if isinstance(self.pattern, Dilated):
+            return self.pattern.branches
+        size = self.pattern.block_size if isinstance(self.pattern, BlockSparse) else 1
+        return ((-(-self.tokens // size) * size, 1),)
+
+    @cached_property
+    def blocks(self) -> BlockSparse | None:
+        blocks = self.pattern.blocks if isinstance(self.pattern, Dilated) else self.pattern
+        return blocks if isinstance(blocks, BlockSparse) else None
+
+    @cached_property
+    def first_head(self) -> int:
+        return self.pattern.first_head if isinstance(self.pattern, Dilated) else 0
+
+    @cached_property
+    def schedule(self) -> BranchSchedule:
+        return schedule_branches(self.branches, self.blocks is not None)
 
     @cached_property
     def unit(self) -> int:
-        return math.lcm(*self.rates)
+        """The number of tokens must be a multiple of it: of every rate."""
+        return math.lcm(*(r for _, r in self.branches))
 
     @cached_property
-    def dims(self) -> int:
+    def padded_dim(self) -> int:
         return max(16, 1 << (self.head_dim - 1).bit_length())
 
     @cached_property
     def slabs(self) -> list[slice]:
-        """Runs of tokens that no pair leaves, as long as the partial results allow."""
-        reach = math.lcm(self.plan.reach, 4)  # keeps every slab's rows of numbers aligned
-        per_token = 4 * self.batch * self.heads * self.head_dim // self.plan.partial_rate
+        """Token ranges that no pair leaves, as long as the partial buffers allow."""
+        reach = math.lcm(self.schedule.reach, 4)  # keeps the rows of lse in every slab aligned
+        per_token = 4 * self.batch * self.heads * self.head_dim // self.schedule.partial_rate
         step = reach * max(1, PARTIAL_BYTES // max(1, per_token * reach))
         starts = range(0, self.tokens, step)
         return [slice(start, min(start + step, self.tokens)) for start in starts]
 
     def padded(self, slab: slice) -> slice:
-        """The slab as the inputs have it, whose tokens are a multiple of every rate."""
+        """The slab of the inputs, whose length is padded to a multiple of every rate."""
         return slice(slab.start, slab.stop + -slab.stop % self.unit)
 
     def new_partial(self, tokens: int) -> Tensor:
-        """Float32 (batch, every partial_rate-th token, heads, head_dim); none for one branch."""
-        needed = len(self.plan.branches) > 1 or not self.plan.is_chain
-        rows = -(-tokens // self.plan.partial_rate) if needed else 0
-        new = torch.empty if self.plan.is_chain else torch.zeros
+        """Float32 (batch, every partial_rate-th token, heads, head_dim); empty for one branch."""
+        needed = len(self.schedule.branches) > 1 or not self.schedule.is_nested
+        rows = -(-tokens // self.schedule.partial_rate) if needed else 0
+        new = torch.empty if self.schedule.is_nested else torch.zeros
         shape = (self.batch, rows, self.heads, self.head_dim)
         return new(shape, dtype=torch.float32, device=self.device)
 
     def new_result(self) -> Tensor:
-        new = torch.empty if self.plan.writes_every_row() else torch.zeros
+        new = torch.empty if self.schedule.writes_every_row() else torch.zeros
         shape = (self.batch, self.tokens, self.heads, self.head_dim)
         return new(shape, dtype=self.dtype, device=self.device)
 
     @cached_property
-    def is_listed(self) -> bool:
-        """Whether the backward pass is that of `listed`: 16-bit blocks of whole sequences."""
+    def has_block_sparse_backward(self) -> bool:
+        """Whether `block_sparse` computes the gradients: 16-bit, blocks of 128, one sequence."""
         return (
             self.blocks is not None
             and self.blocks.block_size == block_sparse.BLOCK
             and self.is_causal
             and not self.has_ids
-            and self.rates == (1,)
-            and self.segment_lengths[0] >= self.tokens
-            and block_sparse.SHORTEST <= self.tokens <= block_sparse.LONGEST
+            and len(self.branches) == 1
+            and self.branches[0][0] >= self.tokens
+            and self.branches[0][1] == 1
+            and block_sparse.MIN_TOKENS <= self.tokens <= block_sparse.MAX_TOKENS
             and self.tokens % block_sparse.BLOCK == 0
             and self.head_dim in (64, 128)
             and self.dtype.itemsize == 2
             and block_sparse.has_kernels(self.device)
         )
 
-    def listed(self, branch: Branch, unused: Tensor, *, of_keys: bool) -> tuple[Tensor, Tensor]:
+    def block_index(self, branch: Branch, unused: Tensor, *, by_key: bool) -> tuple[Tensor, Tensor]:
         if self.blocks is None:
             return unused, unused
         count = -(-branch.segment // self.blocks.block_size)
-        return block_lists(self.blocks, count, self.is_causal, of_keys, self.device)
+        return block_index(self.blocks, count, self.is_causal, by_key, self.device)
 
 
 _calls = lru_cache(maxsize=64)(_Call)
@@ -198,74 +214,74 @@ def _launches(
     name: str,
     tokens: int,
     strides: tuple[tuple[int, ...], ...],
-    described: tuple[tuple[int, ...], ...],
+    descriptor_strides: tuple[tuple[int, ...], ...],
     id_stride: int,
 ) -> list[Launch]:
     """The launches of one kernel over a slab of `tokens`, one per branch.
 
-    `strides`: of the tensors that the kernel addresses by pointers, in its order; `described`: of
-    those it reads through descriptors, which a launch makes once.
+    `strides` are those of the tensors that the kernel addresses by pointers, in its order;
+    `descriptor_strides` those it reads through descriptors, which a launch makes once.
     """
-    of_keys = name == "key_grad"
-    block = 1 if call.blocks is None else call.blocks.block_size
-    tiles = tiles_of(name, call.head_dim, call.dtype, 0 if call.blocks is None else block)
-    tile, step = (tiles.keys, tiles.queries) if of_keys else (tiles.queries, tiles.keys)
+    is_dkdv = name == "backward_dkdv"
+    block_size = 1 if call.blocks is None else call.blocks.block_size
+    tiles = tiles_of(name, call.head_dim, call.dtype, 0 if call.blocks is None else block_size)
+    tile, step = (tiles.keys, tiles.queries) if is_dkdv else (tiles.queries, tiles.keys)
     scales = (call.scale * LOG2_E,) if name == "forward" else (call.scale * LOG2_E, call.scale)
     launches = []
-    for branch in call.plan.branches:
+    for branch in call.schedule.branches:
         length = branch.inner or branch.segment
         rows = -(-tokens // branch.rate)
-        numbers = (
+        scalars = (
             *strides, id_stride, tokens, call.heads, call.first_head, call.group, branch.rate,
-            branch.segment, branch.inner, call.plan.partial_rate, block, *scales,
+            branch.segment, branch.inner, call.schedule.partial_rate, block_size, *scales,
         )  # fmt: skip
         constants = {
             "RATIOS": branch.ratios,
-            "CROSS": branch.inner > 0,
+            "SKIP_INNER": branch.inner > 0,
             "CAUSAL": call.is_causal,
             "FIRST": branch.is_first,
             "LAST": branch.is_last,
             "EVEN": tokens % (branch.segment * branch.rate) == 0 and length % step == 0,
-            "LISTED": call.blocks is not None,
-            "IDS": call.has_ids,
+            "BLOCK_SPARSE": call.blocks is not None,
+            "HAS_IDS": call.has_ids,
             "HEAD_DIM": call.head_dim,
-            "DIMS": call.dims,
+            "TILE_D": call.padded_dim,
             "TILE_M": tiles.queries,
             "TILE_N": tiles.keys,
         }
         grid = (-(-rows // length) * -(-length // tile), call.batch * call.heads)
-        kernel, unit = getattr(branch_kernels, name), (branch.rate, step, call.dims)
-        launches.append(Launch(kernel, grid, numbers, constants, tiles, unit))
+        kernel, tile_shape = getattr(branch_kernels, name), (branch.rate, step, call.padded_dim)
+        launches.append(Launch(kernel, grid, scalars, constants, tiles, tile_shape))
     return launches
 
 
 @lru_cache(maxsize=64)
-def _preparation(call: _Call, strides: tuple[tuple[int, ...], ...]) -> Launch:
-    numbers = (*strides, call.tokens, call.heads)
-    constants = {"HEAD_DIM": call.head_dim, "DIMS": call.dims, "TILE": 64}
+def _preprocess(call: _Call, strides: tuple[tuple[int, ...], ...]) -> Launch:
+    scalars = (*strides, call.tokens, call.heads)
+    constants = {"HEAD_DIM": call.head_dim, "TILE_D": call.padded_dim, "TILE": 64}
     grid = (-(-call.tokens // 64), call.batch * call.heads)
-    return Launch(branch_kernels.prepare_backward, grid, numbers, constants, Tiles(64, 64, 4, 1))
+    kernel = branch_kernels.backward_preprocess
+    return Launch(kernel, grid, scalars, constants, Tiles(64, 64, 4, 1))
 
 
-def _readable(x: Tensor, multiple: int) -> Tensor:
-    """As the kernels want it: rows of 16-byte units, their number a multiple of every rate."""
+def _kernel_input(x: Tensor, multiple: int) -> Tensor:
+    """`x` with rows of aligned 16-byte units, padded to a multiple of tokens; copied if needed."""
     unit = 16 // x.element_size()
     b, n, h, d = x.stride()
     if d != 1 or b % unit or n % unit or h % unit or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)  # a new, aligned place
+        x = x.clone(memory_format=torch.contiguous_format)
     rest = -x.shape[1] % multiple
     return pad(x, (0, 0, 0, 0, 0, rest)) if rest else x
 
 
 def _call_of(
-    q: Tensor, k: Tensor, ids: tuple[Tensor, Tensor] | None, segment_lengths: Sequence[int],
-    rates: Sequence[int], blocks: BlockSparse | None, first_head: int, is_causal: bool,
+    q: Tensor, k: Tensor, ids: tuple[Tensor, Tensor] | None, pattern: Pattern, is_causal: bool,
     scale: float,
 ) -> _Call:  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
     return _calls(
-        batch, tokens, heads, heads // k.shape[2], head_dim, q.dtype, q.device,
-        tuple(segment_lengths), tuple(rates), blocks, first_head, is_causal, ids is not None, scale,
+        batch, tokens, heads, heads // k.shape[2], head_dim, q.dtype, q.device, pattern, is_causal,
+        ids is not None, scale,
     )  # fmt: skip
 
 
@@ -274,38 +290,37 @@ def forward(
     k: Tensor,
     v: Tensor,
     ids: tuple[Tensor, Tensor] | None,
-    segment_lengths: Sequence[int],
-    rates: Sequence[int],
-    blocks: BlockSparse | None,
-    first_head: int,
+    pattern: Pattern,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """q (batch, tokens, heads, head_dim) and k, v with heads that divide q's, to the output and
-    its base-2 log-sum-exp (batch, heads, tokens); `ids`: int64 (batch, tokens) of queries, keys.
+    """The output and its base-2 log-sum-exp (batch, heads, tokens).
+
+    q (batch, tokens, heads, head_dim); k, v the same with a divisor of q's heads; `ids`: int64
+    (batch, tokens) of queries and of keys.
     """
-    call = _call_of(q, k, ids, segment_lengths, rates, blocks, first_head, is_causal, scale)
+    call = _call_of(q, k, ids, pattern, is_causal, scale)
     out = call.new_result()
     shape = (call.batch, call.heads, call.tokens)
     lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
-    q, k, v = (_readable(x, call.unit) for x in (q, k, v))
+    q, k, v = (_kernel_input(x, call.unit) for x in (q, k, v))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # where Triton launches
         for slab in call.slabs:
-            own = call.padded(slab)
+            padded = call.padded(slab)
             _forward_slab(
-                call, _rows(q, own), _rows(k, own), _rows(v, own), _rows(out, slab),
-                _rows(lse, slab, 2), *_ids_of(ids, slab, lse),
+                call, _rows(q, padded), _rows(k, padded), _rows(v, padded), _rows(out, slab),
+                _rows(lse, slab, 2), *_slab_ids(ids, slab, lse),
             )  # fmt: skip
     return out, lse
 
 
 def _rows(x: Tensor, rows: slice, dim: int = 1) -> Tensor:
-    """A slab of `x`: itself where there is only one, since a view costs as much as a launch."""
+    """A slab of `x`: `x` itself if there is only one, since a view costs as much as a launch."""
     start, stop = rows.start, rows.stop
     return x if stop - start == x.shape[dim] else x.narrow(dim, start, stop - start)
 
 
-def _ids_of(
+def _slab_ids(
     ids: tuple[Tensor, Tensor] | None, slab: slice, unused: Tensor
 ) -> tuple[Tensor, Tensor]:
     return (unused, unused) if ids is None else (_rows(ids[0], slab), _rows(ids[1], slab))
@@ -319,110 +334,101 @@ def _forward_slab(
     partial = call.new_partial(tokens)
     strides = q.stride()[:3], out.stride()[:3], partial.stride()[:3], lse.stride()[:2]
     id_stride = q_ids.stride(0) if call.has_ids else 0
-    described = k.stride(), v.stride()
-    launches = _launches(call, "forward", tokens, strides, described, id_stride)
-    for branch, launch in zip(call.plan.branches, launches, strict=True):
+    launches = _launches(call, "forward", tokens, strides, (k.stride(), v.stride()), id_stride)
+    for branch, launch in zip(call.schedule.branches, launches, strict=True):
         launch(
-            q, launch.described(0, k), launch.described(1, v), out, partial, lse, q_ids, k_ids,
-            *call.listed(branch, lse, of_keys=False),
+            q, launch.descriptor(0, k), launch.descriptor(1, v), out, partial, lse, q_ids, k_ids,
+            *call.block_index(branch, lse, by_key=False),
         )  # fmt: skip
-    if not call.plan.is_chain:
+    if not call.schedule.is_nested:
         out.copy_(partial)
 
 
 def backward(
-    grad: Tensor,
+    do: Tensor,
     q: Tensor,
     k: Tensor,
     v: Tensor,
     out: Tensor,
     lse: Tensor,
     ids: tuple[Tensor, Tensor] | None,
-    segment_lengths: Sequence[int],
-    rates: Sequence[int],
-    blocks: BlockSparse | None,
-    first_head: int,
+    pattern: Pattern,
     is_causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, from that of the output and what `forward` returned."""
-    call = _call_of(q, k, ids, segment_lengths, rates, blocks, first_head, is_causal, scale)
-    grad_q, grad_k, grad_v = call.new_result(), call.new_result(), call.new_result()
-    q, k, v, grad = (_readable(x, call.unit) for x in (q, k, v, grad))
-    out, lse = _readable(out, 1), lse.contiguous()
-    delta, limit = torch.empty_like(lse), torch.empty_like(lse)
+    """The gradients of q, k and v, given that of the output, `do`, and the results of `forward`."""
+    call = _call_of(q, k, ids, pattern, is_causal, scale)
+    dq, dk, dv = call.new_result(), call.new_result(), call.new_result()
+    q, k, v, do = (_kernel_input(x, call.unit) for x in (q, k, v, do))
+    out, lse = _kernel_input(out, 1), lse.contiguous()
+    delta, safe_lse = torch.empty_like(lse), torch.empty_like(lse)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        strides = out.stride()[:3], grad.stride()[:3], lse.stride()[:2]
-        _preparation(call, strides)(out, grad, lse, delta, limit)
-        if call.is_listed:
+        strides = out.stride()[:3], do.stride()[:3], lse.stride()[:2]
+        _preprocess(call, strides)(out, do, lse, delta, safe_lse)
+        if call.has_block_sparse_backward:
             assert call.blocks is not None
-            block_sparse.gradients(
-                q, k, v, grad, limit, delta, grad_q, grad_k, grad_v, call.blocks, call.scale
-            )
+            block_sparse.backward(q, k, v, do, safe_lse, delta, dq, dk, dv, call.blocks, call.scale)
         else:
             for slab in call.slabs:
-                own = call.padded(slab)
+                padded = call.padded(slab)
                 inputs = _Inputs(
-                    _rows(q, own), _rows(k, own), _rows(v, own), _rows(grad, own),
-                    _rows(limit, slab, 2), _rows(delta, slab, 2), *_ids_of(ids, slab, lse),
+                    _rows(q, padded), _rows(k, padded), _rows(v, padded), _rows(do, padded),
+                    _rows(safe_lse, slab, 2), _rows(delta, slab, 2), *_slab_ids(ids, slab, lse),
                 )  # fmt: skip
-                _query_grad_slab(call, inputs, _rows(grad_q, slab))
-                _key_grad_slab(call, inputs, _rows(grad_k, slab), _rows(grad_v, slab))
+                _dq_slab(call, inputs, _rows(dq, slab))
+                _dkdv_slab(call, inputs, _rows(dk, slab), _rows(dv, slab))
     if call.group > 1:
         grouped = (call.batch, call.tokens, -1, call.group, call.head_dim)
-        grad_k, grad_v = grad_k.view(grouped).sum(3), grad_v.view(grouped).sum(3)
-    return grad_q, grad_k, grad_v
+        dk, dv = dk.view(grouped).sum(3), dv.view(grouped).sum(3)
+    return dq, dk, dv
 
 
 class _Inputs(NamedTuple):
-    """One slab of what a gradient is computed from."""
+    """The inputs of the backward kernels over one slab."""
 
     q: Tensor
     k: Tensor
     v: Tensor
-    grad: Tensor
-    limit: Tensor
+    do: Tensor
+    lse: Tensor
     delta: Tensor
     q_ids: Tensor
     k_ids: Tensor
 
 
-def _query_grad_slab(call: _Call, inputs: _Inputs, grad_q: Tensor) -> None:
-    q, k, v, grad, limit, delta, q_ids, k_ids = inputs
-    tokens = grad_q.shape[1]
+def _dq_slab(call: _Call, inputs: _Inputs, dq: Tensor) -> None:
+    q, k, v, do, lse, delta, q_ids, k_ids = inputs
+    tokens = dq.shape[1]
     partial = call.new_partial(tokens)
     strides = (
-        q.stride()[:3], grad.stride()[:3], grad_q.stride()[:3], partial.stride()[:3],
-        limit.stride()[:2],
+        q.stride()[:3], do.stride()[:3], dq.stride()[:3], partial.stride()[:3], lse.stride()[:2],
     )  # fmt: skip
     id_stride = q_ids.stride(0) if call.has_ids else 0
-    described = k.stride(), v.stride()
-    launches = _launches(call, "query_grad", tokens, strides, described, id_stride)
-    for branch, launch in zip(call.plan.branches, launches, strict=True):
+    launches = _launches(call, "backward_dq", tokens, strides, (k.stride(), v.stride()), id_stride)
+    for branch, launch in zip(call.schedule.branches, launches, strict=True):
         launch(
-            q, launch.described(0, k), launch.described(1, v), grad, limit, delta, grad_q, partial,
-            q_ids, k_ids, *call.listed(branch, limit, of_keys=False),
+            q, launch.descriptor(0, k), launch.descriptor(1, v), do, lse, delta, dq, partial,
+            q_ids, k_ids, *call.block_index(branch, lse, by_key=False),
         )  # fmt: skip
-    if not call.plan.is_chain:
-        grad_q.copy_(partial)
+    if not call.schedule.is_nested:
+        dq.copy_(partial)
 
 
-def _key_grad_slab(call: _Call, inputs: _Inputs, grad_k: Tensor, grad_v: Tensor) -> None:
-    q, k, v, grad, limit, delta, q_ids, k_ids = inputs
-    tokens = grad_k.shape[1]
+def _dkdv_slab(call: _Call, inputs: _Inputs, dk: Tensor, dv: Tensor) -> None:
+    q, k, v, do, lse, delta, q_ids, k_ids = inputs
+    tokens = dk.shape[1]
     partial_k, partial_v = call.new_partial(tokens), call.new_partial(tokens)
     strides = (
-        k.stride()[:3], v.stride()[:3], grad_k.stride()[:3], partial_k.stride()[:3],
-        limit.stride()[:2],
+        k.stride()[:3], v.stride()[:3], dk.stride()[:3], partial_k.stride()[:3], lse.stride()[:2],
     )  # fmt: skip
     id_stride = q_ids.stride(0) if call.has_ids else 0
-    described = q.stride(), grad.stride()
-    launches = _launches(call, "key_grad", tokens, strides, described, id_stride)
-    for branch, launch in zip(call.plan.branches, launches, strict=True):
+    described = q.stride(), do.stride()
+    launches = _launches(call, "backward_dkdv", tokens, strides, described, id_stride)
+    for branch, launch in zip(call.schedule.branches, launches, strict=True):
         launch(
-            launch.described(0, q), k, v, launch.described(1, grad), limit, delta, grad_k, grad_v,
-            partial_k, partial_v, q_ids, k_ids, *call.listed(branch, limit, of_keys=True),
+            launch.descriptor(0, q), k, v, launch.descriptor(1, do), lse, delta, dk, dv, partial_k,
+            partial_v, q_ids, k_ids, *call.block_index(branch, lse, by_key=True),
         )  # fmt: skip
-    if not call.plan.is_chain:
-        grad_k.copy_(partial_k)
-        grad_v.copy_(partial_v)
+    if not call.schedule.is_nested:
+        dk.copy_(partial_k)
+        dv.copy_(partial_v)

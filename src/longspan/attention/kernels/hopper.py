@@ -1,7 +1,7 @@
-"""key_grad of `listed_kernels` in Gluon, for compute capability 9.0.
+"""`backward_dkdv` of `block_sparse_kernels` in Gluon, for compute capability 9.0.
 
-What Triton makes of that one runs a step's products and exponentials one after the other. Here the
-exponentials run beside the product dO Vᵀ, and dK beside the beginning of the next step.
+Triton's version runs the products and exponentials of a step one after the other. Here the
+exponentials overlap the product dO Vᵀ, and dK overlaps the beginning of the next step.
 """
 
 from __future__ import annotations
@@ -23,108 +23,113 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 # mypy: ignore-errors
 
 
-def described(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """A matrix, read or written a block at a time."""
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)  # or bfloat16: the size counts
+def make_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
+    """A tensor descriptor (TMA) of a matrix that is read or written block by block."""
+    # The layout of bfloat16 is the same: only the element size matters.
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
 @gluon.jit
-def _query(queries, j, end, TILE_M: gl.constexpr):
-    """The first query of step j of a key block's list."""
+def _query_row(queries, j, end, TILE_M: gl.constexpr):
+    """The first query of step j of a key block."""
     STEPS: gl.constexpr = 128 // TILE_M
     return gl.load(queries + j // STEPS, mask=j < end, other=0) * 128 + j % STEPS * TILE_M
 
 
 @gluon.jit
-def _fetch(q, grad, limit, delta, m, origin, column, ready, q_tiles, grad_tiles, numbers, buffer,
-           wanted, TILE_M: gl.constexpr, WARPS: gl.constexpr):  # fmt: skip
-    """Start the copies of the queries, dO, limit and delta of a step into a buffer."""
+def _load_async(
+    q, do, lse, delta, m, origin, column, ready, q_tiles, do_tiles, lse_delta, buffer, pred,
+    TILE_M: gl.constexpr, WARPS: gl.constexpr,
+):  # fmt: skip
+    """Start to copy q, dO, lse and delta of a step into a buffer."""
     bar = ready.index(buffer)
-    mbarrier.expect(bar, 2 * q.block_type.nbytes, pred=wanted)
+    mbarrier.expect(bar, 2 * q.block_type.nbytes, pred=pred)
+    tma.async_copy_global_to_shared(q, [origin + m, column], bar, q_tiles.index(buffer), pred=pred)
     tma.async_copy_global_to_shared(
-        q, [origin + m, column], bar, q_tiles.index(buffer), pred=wanted
-    )
-    tma.async_copy_global_to_shared(
-        grad, [origin + m, column], bar, grad_tiles.index(buffer), pred=wanted
+        do, [origin + m, column], bar, do_tiles.index(buffer), pred=pred
     )
     i = gl.arange(0, TILE_M, layout=gl.BlockedLayout([1], [32], [WARPS], [0]))
-    mask = (i >= 0) & wanted
-    async_copy.async_copy_global_to_shared(numbers.index(2 * buffer), limit + m + i, mask=mask)
-    async_copy.async_copy_global_to_shared(numbers.index(2 * buffer + 1), delta + m + i, mask=mask)
+    mask = (i >= 0) & pred
+    async_copy.async_copy_global_to_shared(lse_delta.index(2 * buffer), lse + m + i, mask=mask)
+    delta_tile = lse_delta.index(2 * buffer + 1)
+    async_copy.async_copy_global_to_shared(delta_tile, delta + m + i, mask=mask)
     async_copy.commit_group()
 
 
 @gluon.jit
-def _put_change(change, ds, ds_tile, row, column):
+def _store_ds(ds_value, ds, ds_tile, row, column):
     tma.store_wait(0)
     gl.thread_barrier()
-    ds_tile.store(change)
+    ds_tile.store(ds_value)
     fence_async_shared()
     tma.async_copy_shared_to_global(ds, [row, column], ds_tile)
 
 
 @gluon.jit
 def _step(
-    acc_k, acc_v, keys, values, q_tiles, grad_tiles, numbers, ready, ds_tile, q, grad, limit, delta,
-    ds, queries, slot, side, j, end, m, m_next, col, origin, column, scale,
+    dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_delta, ready, ds_tile, q, do, lse, delta,
+    ds, queries, slot, block_offset, j, end, m, m_next, col, origin, column, scale_log2,
     DIAGONAL: gl.constexpr, TILE_M: gl.constexpr, TILE_N: gl.constexpr, WARPS: gl.constexpr,
     SCORES: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
-    """Step j of a key block's list, beside the copies for the next; and the place of j + 2."""
+    """Step j of a key block, while the copies for the next step run; returns the row of j + 2."""
     STEPS: gl.constexpr = 128 // TILE_M
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
     buffer = j % 2
-    m_after = _query(queries, j + 2, end, TILE_M)
+    m_after = _query_row(queries, j + 2, end, TILE_M)
     mbarrier.wait(ready.index(buffer), j // 2 % 2)
-    q_tile, grads = q_tiles.index(buffer), grad_tiles.index(buffer)
+    q_tile, do_tile = q_tiles.index(buffer), do_tiles.index(buffer)
     zero = gl.zeros([TILE_N, TILE_M], gl.float32, layout=SCORES)
-    x = warpgroup_mma(keys, q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
-    slope = warpgroup_mma(values, grads.permute([1, 0]), zero, use_acc=False, is_async=True)
-    x, acc_k, acc_v = warpgroup_mma_wait(1, deps=[x, acc_k, acc_v])
+    qk = warpgroup_mma(k_tile, q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v_tile, do_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+    qk, dk_acc, dv_acc = warpgroup_mma_wait(1, deps=[qk, dk_acc, dv_acc])
     async_copy.wait_group(0)
-    gl.thread_barrier()  # every warp is done with the other buffer
-    _fetch(
-        q, grad, limit, delta, m_next, origin, column, ready, q_tiles, grad_tiles, numbers,
+    gl.thread_barrier()  # every warp has finished with the other buffer
+    _load_async(
+        q, do, lse, delta, m_next, origin, column, ready, q_tiles, do_tiles, lse_delta,
         1 - buffer, j + 1 < end, TILE_M, WARPS,
     )  # fmt: skip
-    tops = numbers.index(2 * buffer).load(ROW)
-    x = x * scale
+    lse_i = lse_delta.index(2 * buffer).load(ROW)
+    qk = qk * scale_log2
     if DIAGONAL:
         row = m + gl.arange(0, TILE_M, layout=ROW)
-        x = gl.where(row[None, :] >= col[:, None], x, float("-inf"))
-    p = gl.exp2(x - tops[None, :])
-    acc_v = warpgroup_mma(gl.convert_layout(p.to(q.dtype), OPERAND), grads, acc_v, is_async=True)
-    slope = warpgroup_mma_wait(1, deps=[slope])
-    means = numbers.index(2 * buffer + 1).load(ROW)
-    change = (p * (slope - means[None, :])).to(q.dtype)
-    _put_change(change, ds, ds_tile, (slot + j // STEPS) * 128 + side, j % STEPS * TILE_M)
-    acc_k = warpgroup_mma(gl.convert_layout(change, OPERAND), q_tile, acc_k, is_async=True)
-    # dV is awaited here, since it holds registers that the next step needs
-    acc_v = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[acc_v]))
-    return acc_k, acc_v, m_after
+        qk = gl.where(row[None, :] >= col[:, None], qk, float("-inf"))
+    p = gl.exp2(qk - lse_i[None, :])
+    p_operand = gl.convert_layout(p.to(q.dtype), OPERAND)
+    dv_acc = warpgroup_mma(p_operand, do_tile, dv_acc, is_async=True)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    delta_i = lse_delta.index(2 * buffer + 1).load(ROW)
+    ds_value = (p * (dp - delta_i[None, :])).to(q.dtype)
+    _store_ds(ds_value, ds, ds_tile, (slot + j // STEPS) * 128 + block_offset, j % STEPS * TILE_M)
+    dk_acc = warpgroup_mma(gl.convert_layout(ds_value, OPERAND), q_tile, dk_acc, is_async=True)
+    # Wait for dV here: it holds registers that the next step needs.
+    dv_acc = warpgroup_mma_init(warpgroup_mma_wait(1, deps=[dv_acc]))
+    return dk_acc, dv_acc, m_after
 
 
 @gluon.jit
-def _put(acc, grad, partial, place, part, known, OUT: gl.constexpr, FIRST: gl.constexpr,
-         LAST: gl.constexpr):  # fmt: skip
-    """Join a tile's gradient to the earlier chunks' share and store it."""
+def _accumulate(
+    acc, grad, partial, offset, partial_offset, has_partial, OUT: gl.constexpr,
+    FIRST: gl.constexpr, LAST: gl.constexpr,
+):  # fmt: skip
+    """Add the earlier chunks' partial to a tile's gradient and store it."""
     if not FIRST:
-        acc += gl.load(partial + part, mask=known, other=0.0)
+        acc += gl.load(partial + partial_offset, mask=has_partial, other=0.0)
     if LAST:
-        gl.store(grad + place, gl.convert_layout(acc.to(grad.dtype.element_ty), OUT))
+        gl.store(grad + offset, gl.convert_layout(acc.to(grad.dtype.element_ty), OUT))
     else:
-        gl.store(partial + part, acc)
+        gl.store(partial + partial_offset, acc)
 
 
 @gluon.jit(do_not_specialize=["first", "begin", "tiles"])
-def key_grad(
-    q, k, v, grad, limit, delta, ds, grad_k, grad_v, partial_k, partial_v, offsets, queries, first,
-    tokens, heads, group, begin, tiles, scale, natural_scale,
+def backward_dkdv(
+    q, k, v, do, lse, delta, ds, dk, dv, partial_k, partial_v, offsets, queries, first,
+    tokens, heads, group, begin, tiles, scale_log2, softmax_scale,
     FIRST: gl.constexpr, LAST: gl.constexpr, HEAD_DIM: gl.constexpr, TILE_M: gl.constexpr,
     TILE_N: gl.constexpr,
 ):  # fmt: skip
-    """As `listed_kernels.key_grad`, but for k and v, which are descriptors here."""
+    """Like `block_sparse_kernels.backward_dkdv`, but k and v are descriptors."""
     WARPS: gl.constexpr = gl.num_warps()
     SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, TILE_M, 16])
     GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, HEAD_DIM, 16])
@@ -136,62 +141,63 @@ def key_grad(
     batch, head = (first + local) // heads, (first + local) % heads
     origin, column = batch * tokens, head * HEAD_DIM
     n = gl.program_id(0) * TILE_N
-    own, side = n // 128, n % 128
-    limit += (first + local).to(gl.int64) * tokens
+    block, block_offset = n // 128, n % 128
+    lse += (first + local).to(gl.int64) * tokens
     delta += (first + local).to(gl.int64) * tokens
-    start = gl.load(offsets + own)
-    end = (gl.load(offsets + own + 1) - start) * STEPS
+    start = gl.load(offsets + block)
+    end = (gl.load(offsets + block + 1) - start) * STEPS
     slot = local * tiles + start
     queries += start
-    diagonal = gl.where(own >= begin, STEPS, 0)
+    diagonal = gl.where(block >= begin, STEPS, 0)
 
-    keys = gl.allocate_shared_memory(k.dtype, k.block_shape, k.layout)
-    values = gl.allocate_shared_memory(v.dtype, v.block_shape, v.layout)
+    k_tile = gl.allocate_shared_memory(k.dtype, k.block_shape, k.layout)
+    v_tile = gl.allocate_shared_memory(v.dtype, v.block_shape, v.layout)
     q_tiles = gl.allocate_shared_memory(q.dtype, [2, TILE_M, HEAD_DIM], q.layout)
-    grad_tiles = gl.allocate_shared_memory(q.dtype, [2, TILE_M, HEAD_DIM], q.layout)
+    do_tiles = gl.allocate_shared_memory(q.dtype, [2, TILE_M, HEAD_DIM], q.layout)
     ds_tile = gl.allocate_shared_memory(ds.dtype, ds.block_shape, ds.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    numbers = gl.allocate_shared_memory(gl.float32, [4, TILE_M], PLAIN)
+    lse_delta = gl.allocate_shared_memory(gl.float32, [4, TILE_M], PLAIN)
     ready = gl.allocate_shared_memory(gl.int64, [3, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(3):
         mbarrier.init(ready.index(i), count=1)
     fence_async_shared()
     mbarrier.expect(ready.index(2), 2 * k.block_type.nbytes)
-    k_place = [origin + n, head // group * HEAD_DIM]
-    tma.async_copy_global_to_shared(k, k_place, ready.index(2), keys)
-    tma.async_copy_global_to_shared(v, k_place, ready.index(2), values)
-    m, m_next = _query(queries, 0, end, TILE_M), _query(queries, 1, end, TILE_M)
-    _fetch(
-        q, grad, limit, delta, m, origin, column, ready, q_tiles, grad_tiles, numbers, 0, end > 0,
+    k_offset = [origin + n, head // group * HEAD_DIM]
+    tma.async_copy_global_to_shared(k, k_offset, ready.index(2), k_tile)
+    tma.async_copy_global_to_shared(v, k_offset, ready.index(2), v_tile)
+    m, m_next = _query_row(queries, 0, end, TILE_M), _query_row(queries, 1, end, TILE_M)
+    _load_async(
+        q, do, lse, delta, m, origin, column, ready, q_tiles, do_tiles, lse_delta, 0, end > 0,
         TILE_M, WARPS,
     )  # fmt: skip
-    acc_k = warpgroup_mma_init(gl.zeros([TILE_N, HEAD_DIM], gl.float32, layout=GRADS))
-    acc_v = warpgroup_mma_init(gl.zeros([TILE_N, HEAD_DIM], gl.float32, layout=GRADS))
+    dk_acc = warpgroup_mma_init(gl.zeros([TILE_N, HEAD_DIM], gl.float32, layout=GRADS))
+    dv_acc = warpgroup_mma_init(gl.zeros([TILE_N, HEAD_DIM], gl.float32, layout=GRADS))
     mbarrier.wait(ready.index(2), 0)
     col = n + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, SCORES))
     for j in range(diagonal):
-        acc_k, acc_v, m_after = _step(
-            acc_k, acc_v, keys, values, q_tiles, grad_tiles, numbers, ready, ds_tile, q, grad,
-            limit, delta, ds, queries, slot, side, j, end, m, m_next, col, origin, column, scale,
-            True, TILE_M, TILE_N, WARPS, SCORES, OPERAND,
+        dk_acc, dv_acc, m_after = _step(
+            dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_delta, ready, ds_tile, q, do,
+            lse, delta, ds, queries, slot, block_offset, j, end, m, m_next, col, origin, column,
+            scale_log2, True, TILE_M, TILE_N, WARPS, SCORES, OPERAND,
         )  # fmt: skip
         m, m_next = m_next, m_after
     for j in range(diagonal, end):
-        acc_k, acc_v, m_after = _step(
-            acc_k, acc_v, keys, values, q_tiles, grad_tiles, numbers, ready, ds_tile, q, grad,
-            limit, delta, ds, queries, slot, side, j, end, m, m_next, col, origin, column, scale,
-            False, TILE_M, TILE_N, WARPS, SCORES, OPERAND,
+        dk_acc, dv_acc, m_after = _step(
+            dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_delta, ready, ds_tile, q, do,
+            lse, delta, ds, queries, slot, block_offset, j, end, m, m_next, col, origin, column,
+            scale_log2, False, TILE_M, TILE_N, WARPS, SCORES, OPERAND,
         )  # fmt: skip
         m, m_next = m_next, m_after
-    acc_k, acc_v = warpgroup_mma_wait(0, deps=[acc_k, acc_v])
+    dk_acc, dv_acc = warpgroup_mma_wait(0, deps=[dk_acc, dv_acc])
     tma.store_wait(0)
 
     rows = (origin + n + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, OUT))).to(gl.int64)
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT))
-    place = rows[:, None] * heads * HEAD_DIM + column + dims[None, :]
+    offset = rows[:, None] * heads * HEAD_DIM + column + dims[None, :]
     rows = n + gl.arange(0, TILE_N, layout=gl.SliceLayout(1, GRADS))
     dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, GRADS))
-    part = (local * tokens + rows).to(gl.int64)[:, None] * HEAD_DIM + dims[None, :]
-    known = (rows < begin * 128)[:, None]
-    _put(acc_k * natural_scale, grad_k, partial_k, place, part, known, OUT, FIRST, LAST)
-    _put(acc_v, grad_v, partial_v, place, part, known, OUT, FIRST, LAST)
+    partial_offset = (local * tokens + rows).to(gl.int64)[:, None] * HEAD_DIM + dims[None, :]
+    has_partial = (rows < begin * 128)[:, None]
+    dk_acc = dk_acc * softmax_scale
+    _accumulate(dk_acc, dk, partial_k, offset, partial_offset, has_partial, OUT, FIRST, LAST)
+    _accumulate(dv_acc, dv, partial_v, offset, partial_offset, has_partial, OUT, FIRST, LAST)

@@ -1,4 +1,4 @@
-"""One launch of a Triton kernel, whose compiled form is kept from the first time on."""
+"""One launch of a Triton kernel; its compiled form is cached after the first call."""
 
 from __future__ import annotations
 
@@ -12,50 +12,50 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @dataclass(frozen=True)
 class Tiles:
-    """Queries and keys per tile, and how the compiler is to lay the kernel out."""
+    """Queries and keys per tile, and compiler options of the kernel."""
 
     queries: int
     keys: int
     warps: int
     stages: int
-    registers: int | None = None  # the most a thread may use
+    registers: int | None = None  # the maximum per thread
 
 
 class Launch:
-    """One launch, ready but for its pointers.
+    """One launch with all arguments bound except its pointers.
 
-    After the first time the compiled kernel is called directly: looking it up by its arguments
-    costs Triton more than the launch itself. Nothing it was specialised on may change, so every
-    pointer is 16-byte aligned and all else is bound here.
+    After the first call the compiled kernel is called directly: Triton's lookup by arguments costs
+    more than the launch itself. Nothing that Triton specialises on may change, so every pointer is
+    16-byte aligned and all other arguments are bound here.
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, int], numbers: tuple[Any, ...],
-        constants: Mapping[str, Any], tiles: Tiles, unit: tuple[int, int, int] = (1, 1, 1),
+        self, kernel: Any, grid: tuple[int, int], scalars: tuple[Any, ...],
+        constants: Mapping[str, Any], tiles: Tiles, tile_shape: tuple[int, int, int] = (1, 1, 1),
     ) -> None:  # fmt: skip
-        self.kernel, self.grid, self.numbers, self.constants = kernel, grid, numbers, constants
-        self.tiles, self.unit = tiles, unit
+        self.kernel, self.grid, self.scalars, self.constants = kernel, grid, scalars, constants
+        self.tiles, self.tile_shape = tiles, tile_shape  # (rate, rows, dims)
         self._run: Any = None
         self._prototypes: dict[int, Any] = {}
 
     def __call__(self, *pointers: Any) -> None:
         if self._run is not None:
-            self._run(*pointers, *self.numbers, *self.constants.values())
+            self._run(*pointers, *self.scalars, *self.constants.values())
             return
         compiled = self.kernel[self.grid](
-            *pointers, *self.numbers, **self.constants, num_warps=self.tiles.warps,
+            *pointers, *self.scalars, **self.constants, num_warps=self.tiles.warps,
             num_stages=self.tiles.stages, maxnreg=self.tiles.registers,
         )  # fmt: skip
         if compiled is not None:  # the interpreter compiles nothing
             self._run = compiled[(*self.grid, 1)]
 
-    def described(self, index: int, x: Tensor) -> Any:
-        """(batch, tokens, heads, head_dim) as (batch, rows, rate, heads, head_dim), read in tiles.
+    def descriptor(self, index: int, x: Tensor) -> Any:
+        """x (batch, tokens, heads, head_dim) as (batch, rows, rate, heads, head_dim), in tiles.
 
-        Checked once; `index` tells one tensor of a launch from another.
+        Validated once per launch; `index` distinguishes its tensors.
         """
         if index not in self._prototypes:
-            rate, rows, dims = self.unit
+            rate, rows, dims = self.tile_shape
             batch, tokens, heads, head_dim = x.shape
             b, n, h, _ = x.stride()
             shape, strides = [batch, tokens // rate, rate, heads, head_dim], [b, rate * n, n, h, 1]
