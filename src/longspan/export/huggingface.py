@@ -124,8 +124,9 @@ def _dense_tensors(run: Run, saved: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     if run.model.linear == "dense":
         yield from ((name, saved.read(f"model/{name}")) for name in saved.shapes("model"))
         return
-    check_shapes(parameter_shapes(new_decoder(run)), saved)
-    model = new_decoder(run).to_empty(device="cpu")
+    model = new_decoder(run)
+    check_shapes(parameter_shapes(model), saved)
+    model.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(saved.read(f"model/{name}"))
