@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: train test check format clean fuzz drill nvme
+.PHONY: train test check format clean fuzz drill elastic nvme
 train: $(VENV)/.runtime
 	$(BIN)/longspan train
 
@@ -27,6 +27,10 @@ fuzz: $(VENV)/.development
 drill: $(VENV)/.development
 	$(BIN)/longspan drill examples/drill.toml --nproc 2 --faults 20 --seed 7
 	$(BIN)/longspan drill examples/drill.toml --nproc 4 --faults 20 --seed 8
+
+# Under torchrun: every worker is killed in turn, a node rejoins, the rendezvous host is lost.
+elastic: $(VENV)/.development
+	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/launching
 
 # DeepSpeed's parameters and optimizer state on a disk: wants libaio-dev and g++, and compiles for
 # minutes the first time.

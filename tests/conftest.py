@@ -1,4 +1,4 @@
-"""Fixtures and the pool of real processes shared by all tests."""
+"""Fixtures shared by all tests, among them a pool of real processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-if not torch.cuda.is_available():  # read once, when Triton and the kernels are imported
+if not torch.cuda.is_available():  # must be set before Triton and the kernels are imported
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.harness import Ranks
@@ -16,14 +16,14 @@ from tests.harness import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """Processes kept alive across tests; `ranks.run(function, world, *arguments)`."""
+    """Provide processes that are reused across tests: `ranks.run(function, world, *arguments)`."""
     pool = Ranks()
     yield pool
     pool.close()
 
 
 @pytest.fixture(autouse=True)
-def _one_order() -> None:
+def _seed() -> None:
     torch.manual_seed(0)
 
 

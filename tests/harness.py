@@ -8,11 +8,11 @@
     def test_agree(ranks: Ranks) -> None:
         assert ranks.run(agree, 4, 10) == [60, 60, 60, 60]
 
-The function lives at the top of a test module, is called as function(rank, world, *arguments) with
-a process group around it, and its results come back in order of rank. Workers are started once,
-by a forkserver that has torch loaded, and are kept: a call costs milliseconds, not seconds. When a
-rank raises, or the timeout passes, the test fails with every rank's traceback, those still running
-included, and the workers are replaced.
+The function is defined at the top level of a test module and called as function(rank, world,
+*arguments) within an initialized process group; results are returned in order of rank. Workers are
+forked once from a forkserver that has imported torch and longspan, and are reused: a call takes
+milliseconds, not seconds. When a rank raises or the timeout expires, the test fails with the
+tracebacks of all ranks, including those still running, and the workers are replaced.
 """
 
 from __future__ import annotations
@@ -34,16 +34,19 @@ from pathlib import Path
 from typing import Any, TextIO
 
 TIMEOUT_S = 600.0
-"""Ends a hang, and nothing that is merely slow: two cores may be shared with others."""
-MOST_THREADS = 200
-"""A worker with more is replaced: gloo's threads stay where torch's caches keep a mesh, and idle
-ones by the hundred, which wake now and then, slow two cores down to a crawl."""
+"""Long enough that only a hang reaches it, even if two cores are shared with others."""
+MAX_THREADS = 200
+"""A worker with more threads is replaced. Gloo's threads live as long as torch's caches hold their
+mesh, and hundreds of idle threads that wake now and then slow down two cores."""
 GRACE_S = 2.0
-"""How long the other ranks may go on after one has raised."""
+"""How long the other ranks may continue after one has raised."""
+
+PRELOADED = ["torch.distributed.tensor.debug", "longspan.training"]
+"""Imported once by the forkserver instead of by every worker."""
 
 
 class RanksFailed(AssertionError):
-    """A rank raised or the time ran out; the message holds each rank's traceback."""
+    """A rank raised or timed out; the message contains the traceback of each rank."""
 
 
 @dataclass(frozen=True)
@@ -72,11 +75,11 @@ def _receive(worker: _Worker) -> Answer:
 
 
 class Ranks:
-    """A pool of processes that grows to the largest world asked for."""
+    """A pool of processes that grows to the largest world size requested."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed"])
+        self._context.set_forkserver_preload(PRELOADED)
         self._folder = tempfile.TemporaryDirectory(prefix="longspan-ranks-")
         self._workers: list[_Worker] = []
         self._calls = 0
@@ -88,7 +91,7 @@ class Ranks:
         *arguments: Any,
         timeout: float = TIMEOUT_S,
     ) -> list[Any]:
-        """function(rank, world, *arguments) on `world` processes; its results by rank."""
+        """Return the results of function(rank, world, *arguments) on `world` processes, by rank."""
         while len(self._workers) < world:
             self._workers.append(self._start())
         workers = self._workers[:world]
@@ -98,11 +101,11 @@ class Ranks:
             worker.pipe.send((function, rank, world, str(store), timeout, arguments))
         answers = self._collect(workers, timeout)
         store.unlink(missing_ok=True)
-        fine = [answer for answer in answers if answer and answer.error is None]
-        if len(fine) == world:
-            if any(answer.threads > MOST_THREADS for answer in fine):
+        succeeded = [answer for answer in answers if answer and answer.error is None]
+        if len(succeeded) == world:
+            if any(answer.threads > MAX_THREADS for answer in succeeded):
                 self._replace_all()
-            return [answer.result for answer in fine]
+            return [answer.result for answer in succeeded]
         report = self._report(workers, answers, timeout)
         self._replace_all()
         raise RanksFailed(f"{function.__name__} on {world} ranks failed\n{report}")
@@ -123,7 +126,7 @@ class Ranks:
         return _Worker(process, ours, stacks)
 
     def _collect(self, workers: list[_Worker], timeout: float) -> list[Answer | None]:
-        """Each rank's answer, None where none came in time."""
+        """Return the answer of each rank, None if it has timed out."""
         answers: list[Answer | None] = [None] * len(workers)
         waiting = {worker.pipe: rank for rank, worker in enumerate(workers)}
         deadline = time.monotonic() + timeout
@@ -136,18 +139,18 @@ class Ranks:
         return answers
 
     def _report(self, workers: list[_Worker], answers: list[Answer | None], timeout: float) -> str:
-        parts = []  # (order, text): a rank that raised says more than one that waited for it
+        reports = []  # (order, text): ranks that raised come before ranks that waited for them
         for rank, (worker, answer) in enumerate(zip(workers, answers, strict=True)):
             if answer is None:
                 stack = self._stack_of(worker)
-                parts.append(
+                reports.append(
                     (2, f"--- rank {rank} still running (timeout {timeout:g} s), at\n{stack}")
                 )
             elif answer.error is None:
-                parts.append((3, f"--- rank {rank} finished"))
+                reports.append((3, f"--- rank {rank} finished"))
             else:
-                parts.append((0 if answer.died else 1, f"--- rank {rank} raised\n{answer.error}"))
-        return "\n".join(text for _, text in sorted(parts))
+                reports.append((0 if answer.died else 1, f"--- rank {rank} raised\n{answer.error}"))
+        return "\n".join(text for _, text in sorted(reports))
 
     def _stack_of(self, worker: _Worker) -> str:
         assert worker.process.pid is not None
@@ -163,19 +166,19 @@ class Ranks:
 
 
 def _count_threads() -> int:
-    """Of this process, those of libraries too; 0 where the system does not say."""
+    """Count the threads of this process, including those of libraries; 0 if unknown."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.exists() else 0
 
 
 def _serve(pipe: Connection, stacks: str) -> None:
-    """A worker: one call after another, each in a process group of its own."""
+    """Serve calls one after another, each in a new process group."""
     import torch
     import torch.distributed as dist
     import torch.distributed.tensor.debug
 
     torch.set_num_threads(1)
-    file: TextIO = open(stacks, "w")  # noqa: SIM115 - faulthandler writes to it at any time
+    file: TextIO = open(stacks, "w")  # noqa: SIM115 - faulthandler may write to it at any time
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)
     while True:
         try:
@@ -194,10 +197,10 @@ def _serve(pipe: Connection, stacks: str) -> None:
             result = function(rank, world, *arguments)
             dist.barrier()
             dist.destroy_process_group()
-            # It knows process groups by names, which the next call gives to others.
+            # The cache refers to process groups by name, and the next call reuses the names.
             torch.distributed.tensor.debug._clear_sharding_prop_cache()
             gc.collect()
             pipe.send(Answer(result, threads=_count_threads()))
-        except BaseException:  # noqa: BLE001 - whatever it is, the test must see it
+        except BaseException:  # noqa: BLE001 - the test must see every failure
             pipe.send(Answer(error=traceback.format_exc()))
-            signal.pause()  # its open sockets keep the others waiting, not failing in its wake
+            signal.pause()  # with open sockets, so that the other ranks do not fail, too

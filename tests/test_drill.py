@@ -1,4 +1,4 @@
-"""A run broken on purpose ends as if it had not been."""
+"""A run with injected faults ends with the same bytes as one without."""
 
 from __future__ import annotations
 
@@ -11,25 +11,29 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import main
-from longspan.faults import FAULT, LOG
+from longspan.faults import FAULT, FAULT_LOG
 
 DRILL = str(Path(__file__).parents[1] / "examples" / "drill.toml")
 
 
 def test_a_short_drill(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["train.steps=20", "--nproc", "2", "--faults", "2", "--seed", "11", "--json"]
-    code = main(["drill", DRILL, *options])
+    """The seed kills rank 0 while it removes a checkpoint and damages the newest one."""
+    options = ["train.steps=16", "checkpoint.every=2", "--nproc", "2", "--faults", "1"]
+    code = main(["drill", DRILL, *options, "--seed", "9", "--json"])
     report = json.loads(capsys.readouterr().out)
-    assert report["wrong"] == []
+    assert report["problems"] == []
     assert report["same_bytes"]
-    assert len(report["outcomes"]) == 2
+    (outcome,) = report["outcomes"]
+    assert outcome["fault"] == "kill rank 0, pruning; flip a byte"
+    assert (outcome["exit_code"], outcome["resumed_at"]) == (1, 6)
     assert code == 0
 
 
-@pytest.mark.parametrize("action", ["kill", "full"])
-def test_a_fault_comes_where_it_is_asked_for(tmp_path: Path, action: str) -> None:
-    body = "from longspan.faults import reach\nfor i in range(3): print(i); reach('here')"
-    environment = {**os.environ, FAULT: f"{action}@here:0:2", LOG: str(tmp_path / "log")}
+@pytest.mark.parametrize("action", ["kill", "disk_full"])
+def test_a_fault_is_injected_at_its_point(tmp_path: Path, action: str) -> None:
+    body = "from longspan.faults import fault_point\n"
+    body += "for i in range(3): print(i); fault_point('here')"
+    environment = {**os.environ, FAULT: f"{action}@here:0:2", FAULT_LOG: str(tmp_path / "log")}
     done = subprocess.run(
         [sys.executable, "-u", "-c", body], env=environment, capture_output=True, text=True,
         check=False,
@@ -39,7 +43,7 @@ def test_a_fault_comes_where_it_is_asked_for(tmp_path: Path, action: str) -> Non
     assert float((tmp_path / "log").read_text()) > 0
 
 
-def test_a_drill_that_cannot_be_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_drill_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["drill", DRILL, "--faults", "0"]) == 2
     assert main(["drill", DRILL, "checkpoint.every=0"]) == 2
     assert "a drill needs checkpoint.every of at least 2" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The harness itself: real processes, results by rank, and failures that tell."""
+"""The harness: real processes, results by rank, and failures with tracebacks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sum_of_ranks(rank: int, world: int, scale: int) -> tuple[int, int]:
 
 def fail_on_one(rank: int, world: int) -> None:
     if rank == 1:
-        raise RuntimeError("rank one has had enough")
+        raise RuntimeError("rank one raised this")
     dist.barrier()
 
 
@@ -36,7 +36,7 @@ def exit_on_one(rank: int, world: int) -> None:
     dist.barrier()
 
 
-def test_results_come_by_rank_from_processes_that_are_kept(ranks: Ranks) -> None:
+def test_results_are_ordered_by_rank_and_processes_are_reused(ranks: Ranks) -> None:
     first = ranks.run(sum_of_ranks, 3, 10)
     second = ranks.run(sum_of_ranks, 2, 1)
     assert [total for total, _ in first] == [30, 30, 30]
@@ -52,11 +52,11 @@ def test_a_failing_rank_is_named_first_and_the_pool_recovers(ranks: Ranks) -> No
         ranks.run(fail_on_one, 2)
     text = str(failure.value)
     assert text.index("rank 1 raised") < text.index("rank 0")
-    assert "rank one has had enough" in text
+    assert "rank one raised this" in text
     assert ranks.run(sum_of_ranks, 2, 1)[0][0] == 1
 
 
-def test_a_timeout_fails_with_every_rank_s_stack(ranks: Ranks) -> None:
+def test_a_timeout_fails_with_the_stacks_of_all_ranks(ranks: Ranks) -> None:
     with pytest.raises(RanksFailed) as failure:
         ranks.run(sleep_on_one, 2, timeout=3)
     text = str(failure.value)

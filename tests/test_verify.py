@@ -1,4 +1,4 @@
-"""`longspan verify`: it agrees where a layout is right, and says where one is wrong."""
+"""`longspan verify` accepts a correct layout, and names the first mismatch of a wrong one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import main
-from longspan.verify import _compare_numbers, _compare_weights
+from longspan.verify import _compare_metric, _compare_weights
 
 SMALL = [
     "model.hidden=32",
@@ -21,8 +21,8 @@ SMALL = [
 ]
 
 
-def test_a_layout_that_is_right_agrees(capsys: pytest.CaptureFixture[str]) -> None:
-    wsd = ["layout.offload=true", "train.schedule=wsd", "train.steps=90", "train.decay=50"]
+def test_a_correct_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
+    wsd = ["layout.offload=true", "train.schedule=wsd", "train.steps=90", "train.decay_steps=50"]
     assert main(["verify", *SMALL, *wsd, "layout.shard=2", "--steps", "2", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report["agrees"]
@@ -34,40 +34,51 @@ def test_a_layout_that_is_right_agrees(capsys: pytest.CaptureFixture[str]) -> No
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing to compare: set an axis, for example layout.shard=2"),
+        ([], "got a layout of 1: set an axis, for example layout.shard=2"),
         (
             ["layout.shard=2", "layout.tensor=2", "train.precision=fp16"],
-            '"fp16" with layout.tensor is not there yet',
+            '"fp16" is not supported with layout.tensor > 1',
         ),
         (["layout.shard=2", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["layout.shard=3"], "× 3 data-parallel ranks: use 6"),
         (["layout.sequence=3"], "layout.sequence  3 does not divide data.context"),
     ],
 )
-def test_wrong_input_is_told(
+def test_invalid_input_is_rejected(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", *SMALL, *arguments]) == 2
     assert message in capsys.readouterr().err
 
 
-def test_the_first_wrong_step_is_named() -> None:
+def test_the_first_step_that_differs_is_named() -> None:
     expected = [{"step": n, "loss": 2.0} for n in (1, 2, 3)]
     found = [{"step": 1, "loss": 2.0}, {"step": 2, "loss": 2.1}, {"step": 3, "loss": 3.0}]
-    comparison = _compare_numbers("loss", found, expected, 1e-5)
-    assert comparison.first_wrong == "step 2: 2.1 against 2"
+    comparison = _compare_metric("loss", found, expected, 1e-5)
+    assert comparison.first_mismatch == "step 2: 2.1, expected 2"
     assert comparison.largest == pytest.approx(0.5)
     nan = [{"step": n, "loss": float("nan")} for n in (1, 2, 3)]
-    assert _compare_numbers("loss", nan, expected, 1e-5).first_wrong is not None
+    assert _compare_metric("loss", nan, expected, 1e-5).first_mismatch is not None
 
 
-def test_the_first_wrong_parameter_is_named(tmp_path: Path) -> None:
+def test_the_first_parameter_that_differs_is_named(tmp_path: Path) -> None:
     runs = {}
-    for name, lr in (("right", "0.001"), ("wrong", "0.002")):
+    for name, lr in (("reference", "0.001"), ("other", "0.002")):
         runs[name] = tmp_path / name
-        options = [*SMALL, "train.steps=2", "train.warmup=0", "checkpoint.every=1", "track.prompt="]
-        assert main(["train", *options, f"train.lr={lr}", "--run-dir", str(runs[name])]) == 0
-    comparison = _compare_weights(runs["wrong"], runs["right"], 2, 1e-4)
-    assert comparison.first_wrong is not None
-    assert comparison.first_wrong.startswith("step 1, ")
-    assert _compare_weights(runs["right"], runs["right"], 2, 1e-4).first_wrong is None
+        options = [
+            *SMALL,
+            "train.steps=2",
+            "train.warmup_steps=0",
+            "checkpoint.every=1",
+            "track.prompt=",
+        ]
+        assert (
+            main(
+                ["train", *options, "track.prompt=", f"train.lr={lr}", "--run-dir", str(runs[name])]
+            )
+            == 0
+        )
+    comparison = _compare_weights(runs["other"], runs["reference"], 2, 1e-4)
+    assert comparison.first_mismatch is not None
+    assert comparison.first_mismatch.startswith("step 1, ")
+    assert _compare_weights(runs["reference"], runs["reference"], 2, 1e-4).first_mismatch is None

@@ -1,23 +1,60 @@
-"""Processes of one command: together they start, end and fail."""
+"""The local launcher: ranks start, stop and fail together, and failed runs are restarted."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from longspan.cli import main
-from longspan.faults import FAULT, LOG, PARENT, POISON
-from longspan.launching.local import run_processes
+from longspan.faults import FAULT, FAULT_LOG, LAUNCHER_PID, NAN_STEPS
+from longspan.launching import local
+
+SMALL = [
+    "model.hidden=32",
+    "model.layers=1",
+    "model.heads=2",
+    "data.source=recall",
+    "data.context=64",
+    "data.recall_pairs=4",
+    "train.global_batch=2",
+]
+SAVED = ["train.steps=6", "checkpoint.every=2", "checkpoint.async_save=false"]
+ENDLESS = ["train.steps=1000000", "track.log_every=1"]
+TRAIN = [sys.executable, "-m", "longspan", "train", *SMALL, "--nproc", "2"]
+is_slow = pytest.mark.skipif("LONGSPAN_SLOW" not in os.environ, reason="runs by `make elastic`")
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_alive(pid: int) -> bool:
+    status = Path(f"/proc/{pid}/stat")
+    return status.exists() and status.read_text().split()[2] != "Z"
+
+
+def last_step(run_dir: Path) -> int:
+    file = run_dir / "metrics.jsonl"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return int(json.loads(lines[-1])["step"]) if lines else 0
+
+
+# Ranks without torch
+
 
 WORKER = """
-import os, sys, time
+import os, signal, sys, time
 from longspan.launching.local import join_launcher
 join_launcher()
 rank = int(os.environ["RANK"])
@@ -25,13 +62,13 @@ rank = int(os.environ["RANK"])
 """
 
 
-def run_body(body: str, tmp_path: Path, count: int = 2) -> int:
+def run_body(body: str, tmp_path: Path, nproc: int = 2) -> int:
     script = tmp_path / "worker.py"
     script.write_text(WORKER.format(body=body))
-    return run_processes([sys.executable, str(script)], count, tmp_path / "logs")
+    return local.run_processes([sys.executable, str(script)], nproc, tmp_path / "logs")
 
 
-def test_rank_0_speaks_and_the_others_write_logs(
+def test_rank_0_writes_to_the_console_and_the_others_to_logs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run_body('print("rank", rank, "of", os.environ["WORLD_SIZE"])', tmp_path, 3) == 0
@@ -39,35 +76,41 @@ def test_rank_0_speaks_and_the_others_write_logs(
     assert (tmp_path / "logs" / "rank-2.log").read_text() == "rank 2 of 3\n"
 
 
-def test_the_first_to_fail_is_shown_and_the_others_end(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+def test_the_first_failure_is_shown_and_the_other_ranks_are_stopped(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Rank 1 fails, rank 0 as a consequence; rank 2 would go on for a minute."""
+    monkeypatch.setattr(local, "GRACE_S", 1.5)
     body = """
 if rank == 1:
     raise ValueError("the cause")
-time.sleep(1 if rank == 0 else 600)
+time.sleep(0.5 if rank == 0 else 60)
+open("finished", "w") if rank == 2 else None
 raise RuntimeError("connection lost")
 """
-    start = time.monotonic()
+    monkeypatch.chdir(tmp_path)
     assert run_body(body, tmp_path, 3) == 1
-    assert time.monotonic() - start < 60
     error = capfd.readouterr().err
     assert error.startswith("longspan: rank 1 failed:\nTraceback")
     assert "ValueError: the cause" in error
     assert "connection lost" not in error
+    assert not (tmp_path / "finished").exists()
 
 
-def test_a_rank_that_is_killed_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_killed_rank_is_named(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "GRACE_S", 0.5)
     body = "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(600)"
     assert run_body(body, tmp_path) == 1
-    assert capfd.readouterr().err == "longspan: rank 1 was ended by SIGKILL\n"
+    assert capfd.readouterr().err == "longspan: rank 1 was killed by SIGKILL\n"
 
 
-def test_an_exit_code_is_the_whole_s_exit_code(tmp_path: Path) -> None:
+def test_the_exit_code_of_the_ranks_is_returned(tmp_path: Path) -> None:
     assert run_body("sys.exit(3)", tmp_path) == 3
 
 
-def test_workers_die_with_the_launcher(tmp_path: Path) -> None:
+def test_ranks_are_killed_when_the_launcher_dies(tmp_path: Path) -> None:
     body = (
         f"open({str(tmp_path)!r} + f'/pid-{{rank}}', 'w').write(str(os.getpid())); time.sleep(600)"
     )
@@ -85,66 +128,164 @@ def test_workers_die_with_the_launcher(tmp_path: Path) -> None:
     wait_until(lambda: not any(is_alive(int(file.read_text())) for file in files))
 
 
-def wait_until(condition: object, seconds: float = 60) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+# `longspan train --restarts`, with ranks that fail without torch
 
 
-def is_alive(pid: int) -> bool:
-    status = Path(f"/proc/{pid}/stat")
-    return status.exists() and status.read_text().split()[2] != "Z"
+FAILING = """#!{python}
+import os, signal, sys, time
+rank, run_dir = os.environ["RANK"], sys.argv[-1]
+os.makedirs(run_dir, exist_ok=True)
+open(run_dir + "/run.toml", "a").close()
+with open(run_dir + "/starts", "a") as file:
+    file.write(rank + " " + sys.argv[-2] + "\\n")
+{body}
+"""
 
 
-SMALL = [
-    "model.hidden=32",
-    "model.layers=1",
-    "model.heads=2",
-    "data.source=recall",
-    "data.context=64",
-    "data.recall_pairs=4",
-    "train.global_batch=2",
-]
+def failing_ranks(tmp_path: Path, body: str) -> Path:
+    """A program to be started in place of Python."""
+    program = tmp_path / "failing"
+    program.write_text(FAILING.format(python=sys.executable, body=body))
+    program.chmod(0o755)
+    return program
 
 
-def test_a_signal_stops_all_ranks_with_a_checkpoint(tmp_path: Path) -> None:
+def starts_of_rank_0(run_dir: Path) -> list[str]:
+    file = run_dir / "starts"
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [line.split()[1] for line in lines if line.startswith("0 ")]
+
+
+def test_a_failed_run_is_restarted_as_often_as_requested(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "executable", str(failing_ranks(tmp_path, "sys.exit(1)")))
     run_dir = tmp_path / "run"
-    command = [sys.executable, "-m", "longspan", "train", *SMALL, "--nproc", "2"]
-    process = subprocess.Popen([*command, "train.steps=1000000", "--run-dir", str(run_dir)])
-    metrics = run_dir / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text())
+    command = ["train", *SMALL, "--nproc", "2", "--restarts", "2", "--run-dir", str(run_dir)]
+    assert main(command) == 1
+    assert starts_of_rank_0(run_dir) == ["--run-dir", "--resume", "--resume"]
+    assert main(["train", *SMALL, "--restarts", "2"]) == 2
+    assert "needs --nproc of at least 2" in capfd.readouterr().err
+
+
+def test_a_run_that_is_told_to_stop_is_not_restarted(tmp_path: Path) -> None:
+    """The ranks do not exit on SIGTERM, as if they could not save, and are killed."""
+    body = """
+signal.signal(signal.SIGTERM, lambda *_: open(run_dir + "/told-" + rank, "w"))
+open(run_dir + "/ready-" + rank, "w")
+while True:
+    time.sleep(1)
+"""
+    program, run_dir = failing_ranks(tmp_path, body), tmp_path / "run"
+    options = [*SMALL, "--nproc", "2", "--restarts", "3", "--run-dir", str(run_dir)]
+    launch = (
+        f"import sys; sys.executable = {str(program)!r}\n"
+        f"from longspan.cli import main; sys.exit(main(['train', *{options!r}]))"
+    )
+    launcher = subprocess.Popen([sys.executable, "-c", launch])
+    wait_until(lambda: len(list(run_dir.glob("ready-*"))) == 2)
+    launcher.send_signal(signal.SIGTERM)
+    wait_until(lambda: len(list(run_dir.glob("told-*"))) == 2)
+    for pid in ranks_of(launcher.pid):
+        os.kill(pid, signal.SIGKILL)
+    assert launcher.wait(60) == 1
+    assert starts_of_rank_0(run_dir) == ["--run-dir"]
+
+
+def ranks_of(launcher: int) -> list[int]:
+    """The processes that `launcher` started."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (folder / "environ").read_text().split("\0")
+        except OSError:
+            continue
+        if f"{LAUNCHER_PID}={launcher}" in environment:
+            found.append(int(folder.name))
+    return found
+
+
+# Training runs
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two ranks that was stopped by SIGINT."""
+    run_dir = tmp_path_factory.mktemp("stopped") / "run"
+    process = subprocess.Popen([*TRAIN, *ENDLESS, "--run-dir", str(run_dir)])
+    wait_until(lambda: last_step(run_dir) > 0)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 3
-    step = int(os.listdir(run_dir / "checkpoints")[0].removeprefix("step-"))
-    go_on = [*command, f"train.steps={step + 2}", "--resume", str(run_dir)]
-    assert subprocess.run(go_on, check=False).returncode == 0
+    return run_dir
 
 
-def pid_of(rank: int, launcher: int) -> int | None:
-    """The process that `launcher` started as `rank`."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            environment = (folder / "environ").read_text().split("\0")
-            if {f"{PARENT}={launcher}", f"RANK={rank}"} <= set(environment):
-                return int(folder.name)
-    return None
+def test_a_signal_stops_all_ranks_with_a_checkpoint(stopped: Path) -> None:
+    (path,) = (stopped / "checkpoints").iterdir()
+    assert path.name == f"step-{last_step(stopped):08d}"
 
 
-def test_a_rank_killed_in_the_exchange_of_a_sequence_is_named(tmp_path: Path) -> None:
-    """Every step is full of exchanges; the others end at once instead of waiting for rows."""
-    pattern = ["attention.segment_lengths=[16,64]", "attention.dilation_rates=[1,4]"]
-    command = [sys.executable, "-m", "longspan", "train", *SMALL, "--nproc", "2", *pattern]
-    options = ["layout.sequence=2", "train.steps=1000000", "--run-dir", str(tmp_path / "run")]
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text())
-    pid = pid_of(1, process.pid)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert error.endswith("longspan: rank 1 was ended by SIGKILL\n")
+@pytest.mark.parametrize("point", ["gradient norm", pytest.param("data", marks=is_slow)])
+def test_a_resumed_run_that_hangs_exits_and_names_the_rank(
+    tmp_path: Path, stopped: Path, point: str
+) -> None:
+    """Rank 1 hangs; rank 0 waits for it in an all-reduce and reports it."""
+    (newest,) = (path.name for path in (stopped / "checkpoints").iterdir())
+    step = int(newest.removeprefix("step-"))
+    environment = {**os.environ, FAULT: f"hang@{point}:1:4", FAULT_LOG: str(tmp_path / "fault")}
+    options = [*ENDLESS, "checkpoint.every=0", "train.hang_timeout_s=6", "--resume", str(stopped)]
+    done = subprocess.run(
+        [*TRAIN, *options], env=environment, capture_output=True, text=True, timeout=120,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert f"resuming at step {step}" in done.stderr
+    where = f"rank 1 at {point} after step {step + 3}"
+    assert "nothing has moved on rank 0 for 6 s, which waits in gloo:" in done.stderr
+    assert f"furthest behind is {where}" in done.stderr
+    assert f"the others wait for {where}" in done.stderr  # before it ends
+    assert f"a hang, furthest behind rank 1 at {point}" in (stopped / "history.jsonl").read_text()
+    assert "in train_step" in done.stderr  # the stack of rank 0
+
+
+def test_a_rank_killed_in_a_sequence_exchange_is_restarted_but_a_diverged_run_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Rank 1 is killed in its third step, while rank 0 waits for its keys and values.
+
+    The restarted run diverges at steps 3 and 4, as it would again.
+    """
+    monkeypatch.setenv(FAULT, "kill@backward:1:3")
+    monkeypatch.setenv(FAULT_LOG, str(tmp_path / "fault"))
+    monkeypatch.setenv(NAN_STEPS, "3,4,5,6,7,8")
+    options = ["layout.sequence=2", "attention.segment_lengths=[16,64]"]
+    options += ["attention.dilation_rates=[1,4]", "track.log_every=1", *SAVED]
+    options += ["train.max_skipped_steps=2", "train.max_rollbacks=0", "--nproc", "2"]
+    run_dir = tmp_path / "run"
+    assert main(["train", *SMALL, *options, "--restarts", "3", "--run-dir", str(run_dir)]) == 1
+    error = capfd.readouterr().err
+    assert error.count("longspan: rank 1 was killed by SIGKILL\n") == 1
+    assert error.count("restarting") == 1
+    assert "2 steps in a row to step 4" in error
+
+
+def test_after_out_of_memory_the_run_resumes_with_half_the_micro_batch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(FAULT, "oom@backward:1:5")
+    monkeypatch.setenv(FAULT_LOG, str(tmp_path / "fault"))
+    batch = ["train.global_batch=8", "train.micro_batch=4", "train.halve_on_oom=true"]
+    run_dir = tmp_path / "run"
+    options = ["--nproc", "2", "--restarts", "2", "--run-dir", str(run_dir)]
+    assert main(["train", *SMALL, *SAVED, *batch, *options]) == 0
+    error = capfd.readouterr().err
+    assert "longspan: rank 1 failed:\nout of memory in step 5" in error
+    assert "train.micro_batch is 2 and not 4" in error
+    assert "1 restarts (1 × MemoryError: Tried to allocate" in error  # the cause, not rank 0's
+    assert (run_dir / "micro_batch").read_text() == "2\n"
+    assert "micro_batch = 4\n" in (run_dir / "run.toml").read_text()
+
+
+# Errors before any process is started
 
 
 @pytest.mark.parametrize(
@@ -152,21 +293,21 @@ def test_a_rank_killed_in_the_exchange_of_a_sequence_is_named(tmp_path: Path) ->
     [
         (["--nproc", "0"], "--nproc must be at least 1, got 0"),
         (["--nproc", "2", "train.global_batch=3"], "× 2 data-parallel ranks: use 4"),
-        (["--nproc", "2", "layout.replicate=3"], "needs 3 processes and there are 2"),
+        (["--nproc", "2", "layout.replicate=3"], "needs 3 processes, but there are 2"),
         (
             ["--nproc", "4", "layout.pipeline=4", "train.global_batch=8"],
-            'layout.pipeline  4 ranks of schedule "1f1b" have 4 stages, and there are 1 layers: '
-            "use at most 1",
+            'layout.pipeline  4 ranks with layout.schedule = "1f1b" need 4 layers, but '
+            "model.layers is 1: use at most 1",
         ),
         (
             ["--nproc", "2", "layout.pipeline=2", "model.layers=2", "train.global_batch=1"],
-            'train.global_batch  schedule "1f1b" needs at least 2 micro-batches per data-parallel '
-            "rank, got 1: use 2",
+            'train.global_batch  layout.schedule = "1f1b" needs at least 2 micro-batches per '
+            "data-parallel rank, got 1: use 2",
         ),
         (["--nproc", "4", "layout.tensor=4"], "4 does not divide model.heads = 2: change one"),
     ],
 )
-def test_a_layout_that_does_not_fit_is_refused_before_any_process(
+def test_an_invalid_layout_is_rejected_before_any_process(
     arguments: list[str],
     message: str,
     tmp_path: Path,
@@ -180,7 +321,7 @@ def test_a_layout_that_does_not_fit_is_refused_before_any_process(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_broken_environment_is_told(
+def test_an_invalid_environment_is_rejected(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -188,103 +329,3 @@ def test_a_broken_environment_is_told(
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert main(["train", *SMALL]) == 2
     assert "sets WORLD_SIZE to 'two'; expected a number" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("action", "point"), [("stop", "data"), ("stop", "gradient norm")])
-def test_a_hang_ends_and_names_the_rank(tmp_path: Path, action: str, point: str) -> None:
-    """Rank 1 stands still; rank 0, which waits for it, says so."""
-    command = [
-        sys.executable,
-        "-m",
-        "longspan",
-        "train",
-        *SMALL,
-        "--nproc",
-        "2",
-        "train.hang_timeout_s=8",
-    ]
-    environment = {**os.environ, FAULT: f"{action}@{point}:1:4", LOG: str(tmp_path / "fault")}
-    done = subprocess.run(
-        [*command, "train.steps=1000000", "--run-dir", str(tmp_path / "run")],
-        env=environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 1
-    where = f"furthest behind is rank 1 at {point} after step 3"
-    assert "nothing has moved on rank 0 for 8 s, which waits in gloo:" in done.stderr
-    assert where in done.stderr
-    assert f"the others wait for rank 1 at {point} after step 3" in done.stderr  # before it ends
-    history = (tmp_path / "run" / "history.jsonl").read_text()
-    assert f"a hang, furthest behind rank 1 at {point}" in history
-    assert "in train_step" in done.stderr  # what rank 0 is doing
-
-
-SAVED = ["train.steps=6", "checkpoint.every=2", "checkpoint.async_save=false"]
-
-
-def test_a_run_is_started_again_as_often_as_asked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """Rank 1 is killed in the third step of every start."""
-    monkeypatch.setenv(FAULT, "kill@step:1:3")
-    monkeypatch.setenv(LOG, str(tmp_path / "fault"))
-    run_dir = tmp_path / "run"
-    command = ["train", *SMALL, *SAVED, "--nproc", "2", "--run-dir", str(run_dir)]
-    assert main([*command, "--restarts", "1"]) == 1
-    assert capfd.readouterr().err.count("rank 1 was ended by SIGKILL") == 2
-    assert main(["train", *SMALL, *SAVED, "--nproc", "2", "--resume", str(run_dir)]) == 0
-    assert "2 restarts" in capfd.readouterr().err
-    assert main(["train", *SMALL, "--restarts", "2"]) == 2
-    assert "goes with --nproc" in capfd.readouterr().err
-
-
-def test_a_rank_out_of_memory_tells_and_all_go_on_with_half_the_micro_batch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(FAULT, "memory@backward:1:5")
-    monkeypatch.setenv(LOG, str(tmp_path / "fault"))
-    batch = ["train.global_batch=8", "train.micro_batch=4", "train.halve_on_oom=true"]
-    run_dir = tmp_path / "run"
-    where = ["--nproc", "2", "--restarts", "2", "--run-dir", str(run_dir)]
-    assert main(["train", *SMALL, *SAVED, *batch, *where]) == 0
-    error = capfd.readouterr().err
-    assert "longspan: rank 1 failed:\nout of memory in step 5" in error
-    assert "train.micro_batch is 2 and not 4" in error
-    assert "1 restarts (1 × MemoryError: Tried to allocate" in error  # the cause, not its wake
-    assert (run_dir / "micro_batch").read_text() == "2\n"
-    assert "micro_batch = 4\n" in (run_dir / "run.toml").read_text()
-
-
-def test_what_would_fail_again_is_not_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(POISON, "3,4,5,6,7,8")
-    bad = ["train.max_skipped_steps=2", "train.max_rollbacks=0", "track.log_every=1"]
-    where = ["--nproc", "2", "--restarts", "2", "--run-dir", str(tmp_path / "run")]
-    assert main(["train", *SMALL, *SAVED, *bad, *where]) == 1
-    error = capfd.readouterr().err
-    assert "2 steps in a row to step 4" in error
-    assert "starting again" not in error
-
-
-def test_who_asks_for_an_end_gets_it(tmp_path: Path) -> None:
-    """Asked to stop, it fails to: it is not started again."""
-    command = [sys.executable, "-m", "longspan", "train", *SMALL, "--nproc", "2"]
-    options = ["train.steps=1000000", "--restarts", "3", "--run-dir", str(tmp_path / "run")]
-    process = subprocess.Popen([*command, *options], stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "run" / "metrics.jsonl"
-    wait_until(lambda: metrics.exists() and metrics.read_text())
-    for rank in (0, 1):  # which then cannot save
-        pid = pid_of(rank, process.pid)
-        assert pid is not None
-        os.kill(pid, signal.SIGSTOP)
-    process.send_signal(signal.SIGTERM)
-    wait_until(lambda: len(children_of(process.pid)) == 2)
-    for pid in children_of(process.pid):
-        os.kill(pid, signal.SIGKILL)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "starting again" not in error
-
-
-def children_of(launcher: int) -> list[int]:
-    return [pid for rank in (0, 1) if (pid := pid_of(rank, launcher)) is not None]
