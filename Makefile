@@ -28,7 +28,7 @@ drill: $(VENV)/.development
 	$(BIN)/longspan drill examples/drill.toml --nproc 2 --faults 20 --seed 7
 	$(BIN)/longspan drill examples/drill.toml --nproc 4 --faults 20 --seed 8
 
-# Under torchrun: every worker is killed in turn, a node rejoins, the rendezvous host is lost.
+# Under torchrun: a worker is killed in every start, a node rejoins, the rendezvous host is lost.
 elastic: $(VENV)/.development
 	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/launching
 
