@@ -62,7 +62,7 @@ FIELD_WORDS = (
 """Words that people search for."""
 
 SUFFIXES = {".py", ".md", ".toml"}
-FOLDERS = ("src", "docs", "examples", "tests", "benchmarks")
+FOLDERS = ("src", "docs", "examples", "tests")
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
 
 
