@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from longspan.parallel.placement import placement
-from longspan.training.memory import usage
 
 from longspan.config import Run
-from longspan.data import open_source
-from longspan.engines import Native
-from longspan.parallel.world import World
 from longspan.planning import memory_per_rank
 from longspan.runfile import load_run
-from longspan.training.guard import Guard
-from longspan.training.loop import train_step
-from longspan.training.state import State
+from longspan.training.out_of_memory import memory_by_class
+from longspan.training.step import train_step
 from tests.harness import Ranks
+from tests.steps import CPU, open_state
 
 OPTIONS = [
     "model.hidden=64",
@@ -41,22 +36,18 @@ def run_of(world: int, options: list[str]) -> Run:
 
 def allocated_by(rank: int, world: int, options: list[str]) -> tuple[int, int, int, int]:
     """Bytes of parameters, gradients, Adam moments and signs before the second optimizer step."""
-    run, device = run_of(world, options), torch.device("cpu")
-    source = open_source(run.data, run.model)
+    run = run_of(world, options)
     found: list[dict[str, int]] = []
-    with placement(run.layout, World(rank, world, rank), device) as placed:
-        engine = Native(run, placed, device)
-        state = State(engine, placed, Guard(0.0, device))
-        train_step(state, placed, run, source, device)
-        clip = placed.clip_gradients
+    eager = torch.compiler.set_stance("force_eager")  # torchao compiles its optimizer for a minute
+    with eager, open_state(run, rank, world) as (state, source):
+        engine = state.engine
+        train_step(state, source, run.train, CPU)
 
-        def measure(*args: object) -> torch.Tensor:
-            norm = clip(*args)  # type: ignore[arg-type]
-            found.append(usage(state, device))
-            return norm
+        def measure(*_: object) -> None:
+            found.append(memory_by_class(state, CPU))
 
-        placed.clip_gradients = measure  # type: ignore[method-assign]
-        train_step(state, placed, run, source, device)
+        engine.optimizer.register_step_pre_hook(measure)
+        train_step(state, source, run.train, CPU)
         signs = sum(x.nbytes for x in engine.model.buffers())
     (used,) = found
     steps = 4 * len(engine.optimizer.state)  # one step counter per parameter
