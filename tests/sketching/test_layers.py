@@ -16,7 +16,7 @@ from torch.nn.functional import linear
 from torch.nn.parallel import DistributedDataParallel
 
 from longspan.costs import Cost
-from longspan.parallel.tensor import ByFeatures
+from longspan.parallel.tensor import FeatureParallel
 from longspan.sketching import LowRankLinear, SKLinear
 from longspan.sketching.layers import FactoredLinear
 from longspan.sketching.signs import random_signs
@@ -304,7 +304,7 @@ def compare_sharded(rank: int, world: int, kind: str) -> dict[str, Any]:
     sharded = copy.deepcopy(layer)
     sharded.zero_grad()
     mesh = init_device_mesh("cpu", (world,))
-    parallelize_module(sharded, mesh, ByFeatures())
+    parallelize_module(sharded, mesh, FeatureParallel())
     local_x = x.chunk(world, 1)[rank].clone().requires_grad_()
     with Collectives() as forward:
         y = sharded(local_x)
