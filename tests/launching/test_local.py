@@ -240,10 +240,10 @@ def test_a_resumed_run_that_hangs_exits_and_names_the_rank(
     assert done.returncode == 1
     assert f"resuming at step {step}" in done.stderr
     where = f"rank 1 at {point} after step {step + 3}"
-    assert "nothing has moved on rank 0 for 6 s, which waits in gloo:" in done.stderr
+    assert "no progress on rank 0 for 6 s, which is blocked in gloo:" in done.stderr
     assert f"furthest behind is {where}" in done.stderr
-    assert f"the others wait for {where}" in done.stderr  # before it ends
-    assert f"a hang, furthest behind rank 1 at {point}" in (stopped / "history.jsonl").read_text()
+    assert f"longspan: waiting for {where}" in done.stderr  # before it exits
+    assert f"hang, furthest behind rank 1 at {point}" in (stopped / "history.jsonl").read_text()
     assert "in train_step" in done.stderr  # the stack of rank 0
 
 
@@ -279,7 +279,7 @@ def test_after_out_of_memory_the_run_resumes_with_half_the_micro_batch(
     assert main(["train", *SMALL, *SAVED, *batch, *options]) == 0
     error = capfd.readouterr().err
     assert "longspan: rank 1 failed:\nout of memory in step 5" in error
-    assert "train.micro_batch is 2 and not 4" in error
+    assert "using train.micro_batch = 2 instead of 4" in error
     assert "1 restarts (1 × MemoryError: Tried to allocate" in error  # the cause, not rank 0's
     assert (run_dir / "micro_batch").read_text() == "2\n"
     assert "micro_batch = 4\n" in (run_dir / "run.toml").read_text()
