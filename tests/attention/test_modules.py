@@ -1,4 +1,4 @@
-"""Modules: the stand-in equals nn.MultiheadAttention where the pattern is dense, and is safe."""
+"""MultiheadDilatedAttention equals nn.MultiheadAttention for a dense pattern and replaces it."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_equals_torch_s_module_on_one_dense_branch(
 
 
 @pytest.mark.parametrize("training", [True, False])
-def test_swapped_into_torch_s_encoder_layer_it_is_the_one_that_runs(training: bool) -> None:
+def test_torch_s_encoder_layer_runs_it(training: bool) -> None:
     layer = nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True, dtype=torch.float64)
     swapped = MultiheadDilatedAttention(16, 4, [4, 8], [1, 2], dtype=torch.float64)
     swapped.load_state_dict(layer.self_attn.state_dict())
@@ -57,7 +57,7 @@ def test_swapped_into_torch_s_encoder_layer_it_is_the_one_that_runs(training: bo
     dense = layer.train(training)(x)
     layer.self_attn = swapped
     layer.train(training)
-    with torch.no_grad():  # where torch would take its fused path
+    with torch.no_grad():  # torch would use its fused path
         found = layer(x)
         expected = layer.norm1(x + swapped(x, x, x)[0])
         expected = layer.norm2(expected + layer.linear2(layer.linear1(expected).relu()))
@@ -75,7 +75,7 @@ def test_it_follows_the_pattern() -> None:
     )
 
 
-def test_magneto_adds_its_norm_and_init() -> None:
+def test_sub_layer_norm_adds_the_norm_and_init_of_magneto() -> None:
     module = MultiheadDilatedAttention(
         256, 4, [8], [1], sub_layer_norm=True, magneto_gain=math.sqrt(math.log(2 * 12))
     )
@@ -89,12 +89,12 @@ def test_magneto_adds_its_norm_and_init() -> None:
     assert module(x, x, x)[0].shape == x.shape
 
 
-def test_what_has_no_place_in_the_pattern_is_told() -> None:
+def test_unsupported_arguments_are_errors() -> None:
     module = MultiheadDilatedAttention(16, 4, [8], [1])
     x = torch.randn(1, 8, 16)
-    with pytest.raises(ValueError, match="the weights are never formed"):
+    with pytest.raises(ValueError, match="attention weights are never computed"):
         module(x, x, x, need_weights=True)
-    with pytest.raises(ValueError, match="only accepted with is_causal=True"):
+    with pytest.raises(ValueError, match="or the causal mask with is_causal=True"):
         module(x, x, x, attn_mask=torch.zeros(8, 8))
     with pytest.raises(ValueError, match="multiple of num_heads, got 16 and 3"):
         MultiheadDilatedAttention(16, 3, [8], [1])

@@ -1,4 +1,4 @@
-"""Costs counted by formula against the mask itself."""
+"""Costs and rows by formula equal those counted from the mask."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_block_sparse_within_dilated_segments_counts_rows_of_the_segment() -> No
     assert len(seen) == 8 * 4
 
 
-def test_block_sparse_keeps_what_it_says() -> None:
+def test_each_option_of_block_sparse_adds_its_blocks() -> None:
     index = torch.arange(6)
 
     def kept(**options: int) -> list[str]:
@@ -72,13 +72,13 @@ def test_block_sparse_keeps_what_it_says() -> None:
 
 
 @pytest.mark.parametrize("density", [0.1, 0.5])
-def test_sparsity_is_the_fraction_of_blocks_kept(density: float) -> None:
+def test_density_is_the_fraction_of_blocks_seen(density: float) -> None:
     index = torch.arange(200)
     pattern = BlockSparse(16, density=density, seed=3)
     blocks = pattern.blocks(index, index)
     off_diagonal = ~torch.eye(200, dtype=torch.bool)
     assert blocks[off_diagonal].double().mean().item() == pytest.approx(density, abs=0.01)
-    # Rows and columns are alike, seeds are not, and a prefix has the prefix of the mask.
+    # Rows and columns have the same density, seeds differ, a prefix has the prefix of the mask.
     for dim in (0, 1):
         assert blocks.double().mean(dim).std().item() < 2 * (density / 200) ** 0.5
     other = BlockSparse(16, density=density, seed=4).blocks(index, index)
@@ -95,7 +95,7 @@ def test_sparsity_is_the_fraction_of_blocks_kept(density: float) -> None:
         ({"block_size": 8, "stride": -1}, "stride must be at least 0"),
     ],
 )
-def test_impossible_blocks_are_told(options: dict[str, int], message: str) -> None:
+def test_wrong_blocks_are_errors(options: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         BlockSparse(**options)
 
@@ -118,7 +118,7 @@ def test_flops_follow_the_published_formula() -> None:
         ((0,), (1,), "at least 1, got 0 and 1"),
     ],
 )
-def test_impossible_branches_are_told(
+def test_wrong_branches_are_errors(
     lengths: tuple[int, ...], rates: tuple[int, ...], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):

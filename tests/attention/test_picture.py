@@ -1,4 +1,4 @@
-"""Pictures of masks: what they show is what the pattern says."""
+"""Pictures show the mask of the pattern."""
 
 from __future__ import annotations
 

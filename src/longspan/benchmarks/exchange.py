@@ -234,7 +234,7 @@ def plan_all_ranks(pattern: Dilated, shards: Shards, heads: Heads) -> Planned:
 
 
 def _check_rows(rows: Tensor, pattern: Dilated, local: range, head: int) -> None:
-    """Check the remote rows of one head for the queries `local`: none missing, extra or repeated."""
+    """Check the remote rows of one head for `local` queries: none missing, extra or repeated."""
     assert bool((rows.diff() > 0).all())
     needed = torch.zeros(len(rows), dtype=torch.bool)
     for w, r, begin in _open_segments(pattern, local, head):

@@ -1,4 +1,4 @@
-"""A sequence in shards on several ranks: the rows that travel, and the answer."""
+"""Attention over a sharded sequence equals the oracle and communicates only what is needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor.debug import CommDebugMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.attention import (
     BlockSparse,
@@ -17,14 +16,15 @@ from longspan.attention import (
     Dilated,
     MultiheadDilatedAttention,
     Pattern,
-    best_shards,
-    choose_way,
-    ring,
+    choose_shards,
+    choose_strategy,
 )
-from longspan.attention.context_parallel.kv_exchange import rows_between
+from longspan.attention.context_parallel import ring
+from longspan.attention.context_parallel.kv_exchange import rows_to_send
 from longspan.attention.context_parallel.sharded import attend_sharded
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.oracle import attend_oracle
+from longspan.torch_internals import TorchDispatchMode
 from tests.attention.test_functional import output_and_gradients, plain_low_precision
 from tests.harness import Ranks
 
@@ -43,41 +43,41 @@ PATTERNS: dict[str, Pattern] = {
 @pytest.mark.parametrize("is_causal", [True, False])
 @pytest.mark.parametrize("shards", [Shards.even(64, 4), Shards((0, 5, 21, 22, 60)), Shards((0, 9))])
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
-def test_what_travels_is_what_is_seen(pattern: Pattern, shards: Shards, is_causal: bool) -> None:
-    """Against the mask itself, position by position: nothing is missing and nothing is needless."""
+def test_rows_sent_are_the_rows_seen(pattern: Pattern, shards: Shards, is_causal: bool) -> None:
+    """Compared with the mask, position by position: no row is missing and none is extra."""
     heads, everywhere = Heads(6, 3), torch.arange(shards.tokens)
     for destination in range(shards.ranks):
-        queries = torch.tensor(shards.of(destination))
+        queries = torch.tensor(shards.local_range(destination))
         for key_head in range(3):
             seen = torch.zeros(shards.tokens, dtype=torch.bool)
-            for head in heads.readers(key_head):
+            for head in heads.query_heads(key_head):
                 counts = pattern.counts(queries, everywhere, head)
                 if is_causal:
                     counts = counts * (everywhere[None, :] <= queries[:, None])
                 seen |= counts.any(0)
             seen[queries] = False
             delivered = [
-                rows_between(pattern, shards, source, destination, heads, is_causal)[key_head]
+                rows_to_send(pattern, shards, source, destination, heads, is_causal)[key_head]
                 for source in range(shards.ranks)
             ]
             for source, rows in enumerate(delivered):
-                assert set(rows.tolist()) <= set(shards.of(source))
+                assert set(rows.tolist()) <= set(shards.local_range(source))
             assert torch.cat(delivered).tolist() == everywhere[seen].tolist()
 
 
-def test_borders_that_do_not_rise_are_refused() -> None:
-    for borders in ((0,), (1, 2), (0, 4, 4), (0, 5, 3)):
-        with pytest.raises(ValueError, match="borders must rise"):
-            Shards(borders)
+def test_boundaries_that_do_not_increase_are_errors() -> None:
+    for boundaries in ((0,), (1, 2), (0, 4, 4), (0, 5, 3)):
+        with pytest.raises(ValueError, match="boundaries must increase"):
+            Shards(boundaries)
 
 
 @dataclass(frozen=True)
 class Case:
     pattern: str
-    borders: tuple[int, ...]
+    boundaries: tuple[int, ...]
     heads: int
     key_heads: int
-    way: str
+    strategy: str
     is_causal: bool = True
     masks: tuple[str, ...] = ()
     is_zigzag: bool = False
@@ -85,10 +85,10 @@ class Case:
 
     @property
     def shards(self) -> Shards:
-        return Shards(self.borders, self.is_zigzag)
+        return Shards(self.boundaries, self.is_zigzag)
 
     def options(self) -> dict[str, Any]:
-        tokens, found = self.borders[-1], dict[str, Any]()
+        tokens, found = self.boundaries[-1], dict[str, Any]()
         if "documents" in self.masks:
             borders = torch.tensor([[10, 25], [tokens // 2, tokens - 3]])
             at = torch.arange(tokens)[None, None, :] >= borders[:, :, None]
@@ -102,31 +102,39 @@ class Case:
 
 EVEN, ODD, FULL = (0, 16, 32, 48, 64), (0, 5, 21, 40, 61), ("documents", "padding", "dropout")
 CASES = [
-    Case("longnet", EVEN, 4, 4, "rows"),
-    Case("longnet", EVEN, 4, 2, "rows", is_causal=False),
-    Case("longnet", (0, 32, 64, 96, 128), 3, 1, "rows", masks=("documents",)),
-    Case("longnet", (0, 64, 128), 4, 2, "nothing"),
-    Case("longnet", (0, 64, 128), 4, 2, "rows", masks=("padding",)),
-    Case("longnet", (0, 64), 4, 2, "nothing", masks=FULL),
-    Case("longnet", (0, 16, 32, 48, 61), 8, 2, "rows"),  # a rest of a row for some heads
-    Case("longnet", EVEN, 4, 2, "rows", scale=-0.3),
-    Case("halves", (0, 32, 48, 64), 2, 2, "rows"),  # the first rank has nobody to talk to
-    Case("uneven", ODD, 4, 2, "rows"),
-    Case("uneven", ODD, 4, 4, "rows", is_causal=False, masks=FULL),
-    Case("some heads", EVEN, 4, 4, "rows"),
-    Case("blocks in segments", EVEN, 2, 2, "rows"),
+    Case("longnet", EVEN, 4, 4, "sparse_kv"),
+    Case("longnet", EVEN, 4, 2, "sparse_kv", is_causal=False),
+    Case("longnet", (0, 32, 64, 96, 128), 3, 1, "sparse_kv", masks=("documents",)),
+    Case("longnet", (0, 64, 128), 4, 2, "local"),
+    Case("longnet", (0, 64, 128), 4, 2, "sparse_kv", masks=("padding",)),
+    Case("longnet", (0, 64), 4, 2, "local", masks=FULL),
+    Case("longnet", (0, 16, 32, 48, 61), 8, 2, "sparse_kv"),  # some heads have one row more
+    Case("longnet", EVEN, 4, 2, "sparse_kv", scale=-0.3),
+    Case("halves", (0, 32, 48, 64), 2, 2, "sparse_kv"),  # the first rank communicates with no other
+    Case("uneven", ODD, 4, 2, "sparse_kv"),
+    Case("uneven", ODD, 4, 4, "sparse_kv", is_causal=False, masks=FULL),
+    Case("some heads", EVEN, 4, 4, "sparse_kv"),
+    Case("blocks in segments", EVEN, 2, 2, "sparse_kv"),
     Case("dense", (0, 7, 16, 30, 33), 3, 1, "ring"),
     Case("dense", (0, 7, 16, 30, 33), 2, 2, "ring", is_causal=False),
     Case("dense", (0, 7, 16, 30, 33), 8, 2, "ring"),
     Case("dense", (0, 4, 9, 12, 16, 20, 21, 30, 33), 2, 1, "ring", is_zigzag=True),
     Case("dense", (0, 4, 9, 12, 16, 20, 21, 30, 33), 4, 4, "ring", is_zigzag=True),
-    Case("dense", (0, 7, 16, 30, 33), 4, 4, "heads"),
-    Case("dense", tuple(range(0, 45, 5)), 8, 4, "heads", False, ("documents", "padding")),
-    Case("dense", (0, 7, 16, 30, 33), 4, 4, "heads", is_causal=False, scale=-0.3),
-    Case("dense", (0, 7, 16, 30, 33), 4, 2, "rows", masks=FULL),
-    Case("block sparse", (0, 16, 20, 48, 64), 3, 3, "rows"),
-    Case("block sparse", (0, 16, 20, 48, 64), 4, 1, "rows", is_causal=False, masks=("documents",)),
-    Case("block sparse", EVEN, 8, 8, "heads", is_causal=False),
+    Case("dense", (0, 7, 16, 30, 33), 4, 4, "ulysses"),
+    Case("dense", tuple(range(0, 45, 5)), 8, 4, "ulysses", False, ("documents", "padding")),
+    Case("dense", (0, 7, 16, 30, 33), 4, 4, "ulysses", is_causal=False, scale=-0.3),
+    Case("dense", (0, 7, 16, 30, 33), 4, 2, "sparse_kv", masks=FULL),
+    Case("block sparse", (0, 16, 20, 48, 64), 3, 3, "sparse_kv"),
+    Case(
+        "block sparse",
+        (0, 16, 20, 48, 64),
+        4,
+        1,
+        "sparse_kv",
+        is_causal=False,
+        masks=("documents",),
+    ),
+    Case("block sparse", EVEN, 8, 8, "ulysses", is_causal=False),
 ]
 
 
@@ -146,14 +154,14 @@ def attend_on_a_rank(rank: int, world: int, case: Case) -> list[Tensor]:
     return [out.detach(), *torch.autograd.grad(out, qkv, grad[:, shards.positions(rank)])]
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.pattern}-{case.way}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.pattern}-{case.strategy}")
 def test_equals_the_oracle(ranks: Ranks, case: Case) -> None:
     pattern, shards = PATTERNS[case.pattern], case.shards
     *qkv, grad = inputs(shards.tokens, case.heads, case.key_heads)
     qkv = [x.requires_grad_() for x in qkv]
     options = {**case.options(), "scale": 1.0 if case.scale is None else case.scale}
     options.pop("dropout_seed", None)
-    assert choose_way(qkv[0], qkv[1], pattern, shards, **options).name == case.way
+    assert choose_strategy(qkv[0], qkv[1], pattern, shards, **options).name == case.strategy
     out = attend_oracle(*qkv, pattern, **case.options())
     expected = [out, *torch.autograd.grad(out, qkv, grad)]
     parts = ranks.run(attend_on_a_rank, shards.ranks, case)
@@ -163,11 +171,11 @@ def test_equals_the_oracle(ranks: Ranks, case: Case) -> None:
 
 
 GPU_CASES = {
-    "dilated": (Dilated((128, 512, 1024), (1, 4, 8)), False, "rows"),
+    "dilated": (Dilated((128, 512, 1024), (1, 4, 8)), False, "sparse_kv"),
     "ring": (Dense(), True, "ring"),
-    "heads": (Dense(), False, "heads"),
-    "block sparse": (BlockSparse(64, local_window=128), False, "rows"),
-    "block sparse by heads": (BlockSparse(64, local_window=64, density=0.6), False, "heads"),
+    "ulysses": (Dense(), False, "ulysses"),
+    "block sparse": (BlockSparse(64, local_window=128), False, "sparse_kv"),
+    "block sparse ulysses": (BlockSparse(64, local_window=64, density=0.6), False, "ulysses"),
 }
 
 
@@ -177,12 +185,12 @@ def gpu_inputs() -> list[Tensor]:
 
 
 def attend_on_a_gpu(rank: int, world: int, name: str) -> list[Tensor]:
-    """All ranks on one device, joined by gloo, which carries a GPU's tensors too."""
-    pattern, is_zigzag, way = GPU_CASES[name]
+    """All ranks on one device; gloo also transfers CUDA tensors."""
+    pattern, is_zigzag, strategy = GPU_CASES[name]
     shards = Shards.even(1024, world, is_zigzag=is_zigzag)
     *qkv, grad = (x[:, shards.positions(rank).cuda()] for x in gpu_inputs())
     qkv = [x.requires_grad_() for x in qkv]
-    assert choose_way(qkv[0], qkv[1], pattern, shards).name == way
+    assert choose_strategy(qkv[0], qkv[1], pattern, shards).name == strategy
     out = attend_sharded(*qkv, pattern, group=torch.distributed.group.WORLD, shards=shards)
     return [x.cpu() for x in (out.detach(), *torch.autograd.grad(out, qkv, grad))]
 
@@ -208,8 +216,8 @@ def test_is_within_the_error_of_plain_code_on_a_gpu(ranks: Ranks, name: str) -> 
 def module_on_a_rank(rank: int, world: int) -> tuple[Tensor, dict[str, Tensor]]:
     x = inputs(64, 4, 4)[0].flatten(2)
     module = multihead(torch.distributed.group.WORLD)
-    own = x.chunk(world, dim=1)[rank]
-    out = module(own, own, own, is_causal=True)[0]
+    local = x.chunk(world, dim=1)[rank]
+    out = module(local, local, local, is_causal=True)[0]
     out.square().sum().backward()
     gradients = {}
     for name, p in module.named_parameters():
@@ -226,7 +234,7 @@ def multihead(group: torch.distributed.ProcessGroup | None) -> MultiheadDilatedA
     )
 
 
-def test_the_module_gives_what_it_gives_in_one_process(ranks: Ranks) -> None:
+def test_the_module_equals_one_process(ranks: Ranks) -> None:
     x, module = inputs(64, 4, 4)[0].flatten(2), multihead(None)
     out = module(x, x, x, is_causal=True)[0]
     out.square().sum().backward()
@@ -236,17 +244,17 @@ def test_the_module_gives_what_it_gives_in_one_process(ranks: Ranks) -> None:
         torch.testing.assert_close(found[0][1][name], p.grad)
 
 
-class Sent(TorchDispatchMode):
-    """Counts the bytes that this rank gives to the others."""
+class SentBytes(TorchDispatchMode):
+    """Counts the bytes that this rank sends to others."""
 
     bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if "all_to_all" in func.__name__:
-            rows, _, given, _ = args
-            to_others = sum(given) - given[torch.distributed.get_rank()]
+            rows, _, send_counts, _ = args
+            to_others = sum(send_counts) - send_counts[torch.distributed.get_rank()]
             self.bytes += rows.nbytes // max(1, len(rows)) * to_others
-        if "ring_attention" in func.__name__:  # an operator that hides what is within
+        if "ring_attention" in func.__name__:  # a custom operator, which hides its all-to-alls
             with self:
                 return ring._forward(*args)
         return func(*args, **(kwargs or {}))
@@ -255,42 +263,42 @@ class Sent(TorchDispatchMode):
 def bytes_sent(
     rank: int, world: int, name: str, tokens: int, is_zigzag: bool, heads: int
 ) -> tuple[int, int, dict[str, int]]:
-    """Forward, backward, and which collectives torch saw."""
+    """Forward and backward bytes, and the collectives that torch counted."""
     qkv = [torch.randn(1, tokens, heads, 8, requires_grad=True) for _ in range(3)]
     shards = Shards.even(world * tokens, world, is_zigzag=is_zigzag)
     with CommDebugMode() as collectives:
-        with Sent() as forward:
+        with SentBytes() as forward:
             out = attend_sharded(
                 *qkv, PATTERNS[name], group=torch.distributed.group.WORLD, shards=shards
             )
-        with Sent() as backward:
+        with SentBytes() as backward:
             out.sum().backward()
     counts = {str(op): count for op, count in collectives.get_comm_counts().items()}
     return forward.bytes, backward.bytes, counts
 
 
-ROW = 2 * 8 * 4  # a key and a value of eight float32
+ROW = 2 * 8 * 4  # a key and a value of 8 float32 elements
 
 
 @pytest.mark.parametrize("name", ["longnet", "long", "block sparse"])
 @pytest.mark.parametrize("world", [2, 4, 8])
-def test_as_many_bytes_are_sent_as_the_pattern_needs(ranks: Ranks, name: str, world: int) -> None:
+def test_bytes_sent_are_those_the_pattern_needs(ranks: Ranks, name: str, world: int) -> None:
     tokens, heads = 16, Heads(4, 4)
     shards = Shards.even(world * tokens, world)
     found = ranks.run(bytes_sent, world, name, tokens, False, 4)
     for source in range(world):
         sent = [
-            rows_between(PATTERNS[name], shards, source, destination, heads, True)
+            rows_to_send(PATTERNS[name], shards, source, destination, heads, True)
             for destination in range(world)
         ]
         assert found[source][0] == ROW * sum(len(rows) for to in sent for rows in to)
-        assert list(found[source][2].values()) == [2]  # one there, one back
-    assert sum(b for _, b, _ in found) == sum(f for f, _, _ in found)  # each gradient goes back
+        assert list(found[source][2].values()) == [2]  # one all-to-all forward, one backward
+    assert sum(b for _, b, _ in found) == sum(f for f, _, _ in found)  # each gradient is returned
 
 
 @pytest.mark.parametrize("is_zigzag", [False, True])
 def test_a_ring_sends_the_keys_that_are_seen(ranks: Ranks, is_zigzag: bool) -> None:
-    """Counted position by position: a key goes to each rank that has a later query."""
+    """Counted position by position: a key is sent to each rank that has a later query."""
     world, tokens = 4, 16
     shards = Shards.even(world * tokens, world, is_zigzag=is_zigzag)
     found = ranks.run(bytes_sent, world, "dense", tokens, is_zigzag, 3)
@@ -302,30 +310,30 @@ def test_a_ring_sends_the_keys_that_are_seen(ranks: Ranks, is_zigzag: bool) -> N
         ]
         assert forward == 3 * ROW * sum(seen)
     total = sum(f for f, _, _ in found)
-    assert sum(b for _, b, _ in found) == 2 * total  # keys once more, and their gradients
+    assert sum(b for _, b, _ in found) == 2 * total  # the keys again, and their gradients
 
 
-def test_a_branch_inside_the_shards_sends_nothing(ranks: Ranks) -> None:
+def test_segments_inside_shards_send_nothing(ranks: Ranks) -> None:
     assert ranks.run(bytes_sent, 2, "longnet", 64, False, 4) == [(0, 0, {})] * 2
 
 
-def test_pairs_of_pieces_see_as_much_on_every_rank() -> None:
+def test_zigzag_shards_have_equal_work() -> None:
     shards = Shards.even(64, 4, is_zigzag=True)
     work = [int((shards.positions(rank) + 1).sum()) for rank in range(4)]
     assert len(set(work)) == 1
     assert sorted(torch.cat([shards.positions(rank) for rank in range(4)]).tolist()) == [*range(64)]
 
 
-def test_the_cut_follows_the_bytes() -> None:
-    """Few key heads: the ring moves less than an exchange for heads, and is cut in pairs."""
-    assert best_shards(Dense(), 64, 4, Heads(8, 1)).is_zigzag
-    assert not best_shards(Dense(), 64, 4, Heads(8, 8)).is_zigzag
-    assert not best_shards(Dense(), 63, 4, Heads(8, 1)).is_zigzag
-    assert not best_shards(PATTERNS["longnet"], 64, 4, Heads(8, 1)).is_zigzag
+def test_shards_are_chosen_by_received_bytes() -> None:
+    """With few key heads a ring receives less than Ulysses, and its shards are zigzag."""
+    assert choose_shards(Dense(), 64, 4, Heads(8, 1)).is_zigzag
+    assert not choose_shards(Dense(), 64, 4, Heads(8, 8)).is_zigzag
+    assert not choose_shards(Dense(), 63, 4, Heads(8, 1)).is_zigzag
+    assert not choose_shards(PATTERNS["longnet"], 64, 4, Heads(8, 1)).is_zigzag
 
 
-def only_queries_learn(rank: int, world: int) -> Tensor:
-    """Ranks of which one can take kernels and the others cannot."""
+def gradient_of_queries_only(rank: int, world: int) -> Tensor:
+    """On some of these ranks the shards are aligned for kernels, on others they are not."""
     shards = Shards((0, 16, 40, 64))
     q, k, v = (x[:, shards.positions(rank)] for x in inputs(64, 2, 2)[:3])
     group = torch.distributed.group.WORLD
@@ -337,14 +345,14 @@ def only_queries_learn(rank: int, world: int) -> Tensor:
     return q.grad
 
 
-def test_keys_need_no_gradient(ranks: Ranks) -> None:
+def test_keys_without_gradients(ranks: Ranks) -> None:
     q, k, v, _ = inputs(64, 2, 2)
     attend_oracle(q.requires_grad_(), k, v, Dilated((16, 32), (1, 2))).sum().backward()
-    found = torch.cat(ranks.run(only_queries_learn, 3, timeout=60), dim=1)
+    found = torch.cat(ranks.run(gradient_of_queries_only, 3, timeout=60), dim=1)
     torch.testing.assert_close(found, q.grad, rtol=1e-9, atol=1e-9)
 
 
-def first_without_training(rank: int, world: int) -> None:
+def inference_before_training(rank: int, world: int) -> None:
     qkv = [torch.randn(1, 16, 3, 8) for _ in range(3)]
     group = torch.distributed.group.WORLD
     for pattern in PATTERNS.values():
@@ -353,14 +361,14 @@ def first_without_training(rank: int, world: int) -> None:
         attend_sharded(*(x.requires_grad_() for x in qkv), pattern, group=group).sum().backward()
 
 
-def test_what_was_planned_without_gradients_serves_with_them(ranks: Ranks) -> None:
-    ranks.run(first_without_training, 2)
+def test_an_exchange_planned_in_inference_mode_works_in_training(ranks: Ranks) -> None:
+    ranks.run(inference_before_training, 2)
 
 
-def refused_on_a_rank(rank: int, world: int) -> list[str]:
+def errors_on_a_rank(rank: int, world: int) -> list[str]:
     q, k = torch.zeros(1, 16, 4, 8), torch.zeros(1, 16, 3, 8)
     documents = torch.zeros(1, 16, dtype=torch.int64)
-    said = []
+    messages = []
     for keys, options in (
         (k, {}),
         (q[:, :8], {}),
@@ -369,12 +377,12 @@ def refused_on_a_rank(rank: int, world: int) -> list[str]:
     ):
         with pytest.raises(ValueError, match=r".") as caught:
             attend_sharded(q, keys, keys, Dense(), group=torch.distributed.group.WORLD, **options)
-        said.append(str(caught.value))
-    return said
+        messages.append(str(caught.value))
+    return messages
 
 
-def test_what_does_not_fit_is_told(ranks: Ranks) -> None:
-    assert ranks.run(refused_on_a_rank, 2)[0] == [
+def test_wrong_inputs_are_errors(ranks: Ranks) -> None:
+    assert ranks.run(errors_on_a_rank, 2)[0] == [
         "the number of key heads must divide the 4 query heads, got 3",
         "expected 2 ranks and, on rank 0, 16 tokens of q and k, got 2 ranks, 16 and 8 tokens",
         "documents must be (batch, keys) = (1, 32), got (1, 16)",
@@ -382,7 +390,7 @@ def test_what_does_not_fit_is_told(ranks: Ranks) -> None:
     ]
 
 
-def test_pairs_are_refused_where_they_have_no_use() -> None:
+def test_zigzag_shards_need_causal_dense_attention() -> None:
     q, shards = torch.zeros(1, 16, 4, 8), Shards.even(64, 4, is_zigzag=True)
-    with pytest.raises(ValueError, match="paired shards are for causal dense attention"):
-        choose_way(q, q, PATTERNS["longnet"], shards)
+    with pytest.raises(ValueError, match="zigzag shards need causal dense attention"):
+        choose_strategy(q, q, PATTERNS["longnet"], shards)
