@@ -1,4 +1,4 @@
-"""Every engine runs the same steps, and goes on with what another has saved."""
+"""Every engine takes the same steps, and resumes from another's checkpoint."""
 
 from __future__ import annotations
 
@@ -17,17 +17,16 @@ import torch
 from torch import Tensor
 
 from longspan import checkpoint
-from longspan.checkpoint import Box
+from longspan.checkpoint import Region
 from longspan.config import Run
-from longspan.data import open_source
-from longspan.engines import Engine, open_engine
+from longspan.engines import Engine
 from longspan.engines.optimizer import set_learning_rate
 from longspan.engines.settings import zero_stage
-from longspan.parallel.placement import placement
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training import train
 from tests.harness import Ranks
+from tests.steps import open_state
 
 STEPS = 5
 OPTIONS = [
@@ -40,7 +39,7 @@ OPTIONS = [
     "data.source=recall",
     "data.recall_pairs=8",
     "data.context=64",
-    "train.warmup=2",
+    "train.warmup_steps=2",
     "train.lr=0.01",
     "train.eps=1e-6",
     "train.grad_clip=0.5",
@@ -52,24 +51,27 @@ OPTIONS = [
     "track.log_every=1",
     "track.prompt=",
 ]
-DEEPSPEED = ["engine.name=deepspeed", "engine.persistence_threshold=0"]
-OFFLOADED = ["engine.offload_optimizer=cpu", "engine.offload_parameters=cpu"]
+DEEPSPEED = ["engine.name=deepspeed", "engine.param_persistence_threshold=0"]
+OFFLOADED = ["engine.offload_optimizer=cpu", "engine.offload_param=cpu"]
 CASES = {
     "native 0": ["layout.zero=0"],
     "zero 0": [*DEEPSPEED, "layout.zero=0"],
     "zero 1": [*DEEPSPEED, "layout.zero=1"],
     "zero 2": [*DEEPSPEED, "layout.zero=2"],
     "zero 3": [*DEEPSPEED, "layout.zero=3"],
-    "zero 3, some whole": ["engine.name=deepspeed", "engine.persistence_threshold=100"],
+    "zero 3, persistent parameters": [
+        "engine.name=deepspeed",
+        "engine.param_persistence_threshold=100",
+    ],
     "zero 1, offloaded": [*DEEPSPEED, "layout.zero=1", OFFLOADED[0]],
     "zero 2, offloaded": [*DEEPSPEED, "layout.zero=2", OFFLOADED[0], "engine.overlap_comm=true"],
     "zero 3, offloaded": [*DEEPSPEED, "layout.zero=3", *OFFLOADED],
-    "zero 3, activations anew": [
+    "zero 3, activation checkpointing": [
         *DEEPSPEED,
         "layout.zero=3",
         "train.activation_checkpointing=full",
     ],
-    "zero 2, some anew": [*DEEPSPEED, "layout.zero=2", "train.activation_checkpointing=selective"],
+    "zero 2, selective": [*DEEPSPEED, "layout.zero=2", "train.activation_checkpointing=selective"],
     "accelerate": ["engine.name=accelerate", "layout.zero=0"],
 }
 CHAIN = [
@@ -77,7 +79,7 @@ CHAIN = [
     (3, ["engine.name=accelerate", "layout.zero=0"]),
     (4, [*DEEPSPEED, "layout.zero=2"]),
 ]
-"""Steps to end at, and how; one process by PyTorch itself has made the first and makes the last."""
+"""The last step, and the engine; one native process takes the first step and the last."""
 
 
 def run_of(world: int, *overrides: str) -> Run:
@@ -85,13 +87,13 @@ def run_of(world: int, *overrides: str) -> Run:
 
 
 def as_launched(rank: int, world: int) -> None:
-    """Say in the environment what a launcher does: the engines read it."""
+    """Set the environment as a launcher does: the engines read it."""
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({name: str(value) for name, value in values.items()})
 
 
 def train_all(rank: int, world: int, folder: str) -> None:
-    """All in one process group: DeepSpeed keeps what it knows of one for good."""
+    """All in one process group: DeepSpeed caches its first one for good."""
     as_launched(rank, world)
     for name, options in CASES.items():
         train(run_of(world, *options), Path(folder, name), world=World(rank, world, rank))
@@ -101,40 +103,38 @@ def train_all(rank: int, world: int, folder: str) -> None:
 
 
 def refuse_steps(rank: int, world: int, options: list[list[str]]) -> list[list[float]]:
-    """Of each engine, how far this rank's weights move in four steps of which two are bad."""
+    """How far this rank's weights move in four steps of each engine, two of which are skipped."""
     as_launched(rank, world)
     return [_refuse_steps(rank, world, run_of(world, *each)) for each in options]
 
 
 def _refuse_steps(rank: int, world: int, run: Run) -> list[float]:
-    device, source = torch.device("cpu"), open_source(run.data, run.model)
-    with placement(run.layout, World(rank, world, rank), device) as placed:
-        engine = open_engine(run, placed, device)
+    with open_state(run, rank, world) as (state, source):
+        engine = state.engine
         set_learning_rate(engine.optimizer, 0.01)
-        indices = placed.own(range(8))
-        samples = [source.sample(0, index) for index in indices]
+        samples = [source.sample(0, index) for index in state.mesh.local_samples(range(8))]
         moved = []
-        # One that is taken, one that is refused, one without numbers, one that is taken.
-        for scale, is_bad in ((1e-3, 0.0), (1e-3, 1.0), (float("nan"), 0.0), (1e-3, 0.0)):
+        # One that is taken, one that is skipped, one with NaN gradients, one that is taken.
+        for scale, skip in ((1e-3, 0.0), (1e-3, 1.0), (float("nan"), 0.0), (1e-3, 0.0)):
             before = _weights(engine)
             engine.backward(samples, torch.tensor(scale))
-            engine.step(partial(_judged, is_bad))
+            engine.step(partial(_must_skip, skip))
             moved.append(float((_weights(engine) - before).norm()))
         return moved
 
 
-def _judged(is_bad: float, norm: Tensor, *, overflows: bool) -> Tensor:
-    return torch.tensor(is_bad) if norm.isfinite() else torch.tensor(1.0)
+def _must_skip(skip: float, norm: Tensor, *, may_overflow: bool) -> Tensor:
+    return torch.tensor(skip) if norm.isfinite() else torch.tensor(1.0)
 
 
 def _weights(engine: Engine) -> Tensor:
-    parts = sorted(engine.parts().items())
-    own = [part.values.detach().flatten() for name, part in parts if name.startswith("model/")]
-    return torch.cat(own).clone() if own else torch.zeros(1)
+    shards = sorted(engine.tensor_shards().items())
+    values = [x.values.detach().flatten() for name, x in shards if name.startswith("model/")]
+    return torch.cat(values).clone() if values else torch.zeros(1)
 
 
 def run_apart(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
-    """In processes of their own, which end with it and with all that the engines keep in them."""
+    """Run in fresh processes, which end with all that the engines cache in them."""
     ranks = Ranks()
     try:
         return ranks.run(function, world, *arguments, timeout=400)
@@ -144,7 +144,7 @@ def run_apart(function: Callable[..., Any], world: int, *arguments: Any) -> list
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of all the cases on two ranks, and "alone" by PyTorch itself in one process."""
+    """Runs of all cases on two ranks, and "alone" in one native process."""
     folder = tmp_path_factory.mktemp("engines")
     train(run_of(1), folder / "alone")
     train(run_of(1, "train.steps=1"), folder / "chain")
@@ -154,7 +154,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def trained(run_dir: Path) -> tuple[Tensor, dict[str, Tensor]]:
-    """Loss and gradient norm of each step, then validation losses; and all that is saved."""
+    """Loss and gradient norm of each step, then validation losses; and all saved tensors."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [x for line in lines if "loss" in line for x in (line["loss"], line["grad_norm"])]
     seen = [line["validation_loss"] for line in lines if "validation_loss" in line]
@@ -176,18 +176,18 @@ def test_an_engine_does_not_change_the_run(folder: Path, case: str) -> None:
         assert (x - wanted[name]).norm() <= 1e-4 * wanted[name].norm(), name
 
 
-def test_each_rank_saves_its_own_part(folder: Path) -> None:
+def test_each_rank_saves_its_shard(folder: Path) -> None:
     for case in ("zero 1", "zero 2", "zero 3"):
         saved = checkpoint.open_checkpoint(folder / case / f"checkpoints/step-{STEPS:08d}")
         held = [0, 0]
         for name in saved.shapes("model"):
-            for box in saved.manifest.tensors[f"model/{name}"].boxes:
-                held[int(box.file.split(".")[0].split("-")[1])] += math.prod(box.shape)
+            for shard in saved.manifest.tensors[f"model/{name}"].shards:
+                held[int(shard.file.split(".")[0].split("-")[1])] += math.prod(shard.shape)
         assert max(held) < 1.05 * min(held)
     assert "model-00000-1.safetensors" in saved.files  # the beginning of a row
 
 
-def test_bad_steps_are_not_taken() -> None:
+def test_skipped_steps_change_nothing() -> None:
     options = [[*DEEPSPEED, f"layout.zero={stage}"] for stage in range(4)]
     options.append([*DEEPSPEED, "layout.zero=3", *OFFLOADED])
     options.append(["engine.name=accelerate", "layout.zero=0"])
@@ -195,7 +195,7 @@ def test_bad_steps_are_not_taken() -> None:
         assert [x > 0 for x in moved] == [True, False, False, True]
 
 
-def test_a_scaled_step_that_is_refused_is_not_taken() -> None:
+def test_a_skipped_step_with_a_loss_scale_changes_nothing() -> None:
     moved = _refuse_steps(0, 1, run_of(1, "train.precision=fp16", "train.device=auto"))
     assert [x > 0 for x in moved] == [True, False, False, True]
 
@@ -224,14 +224,14 @@ def test_the_stage_is_the_layouts() -> None:
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (2, 3, 4), (1, 1)])
-def test_a_stretch_of_a_tensor_is_its_boxes(shape: tuple[int, ...]) -> None:
-    whole = Box.whole(shape)
+def test_a_flat_range_of_a_tensor_is_its_regions(shape: tuple[int, ...]) -> None:
+    whole = Region.full(shape)
     x = torch.arange(torch.Size(shape).numel()).view(shape)
     for start in range(x.numel() + 1):
         for stop in range(start, x.numel() + 1):
-            boxes = Box.of_stretch(start, stop, shape)
-            found = [x[box.slices_of(whole)].flatten() for box in boxes]
-            assert len(boxes) <= 2 * len(shape) - 1
+            regions = Region.of_flat_range(start, stop, shape)
+            found = [x[region.slices_within(whole)].flatten() for region in regions]
+            assert len(regions) <= 2 * len(shape) - 1
             assert torch.equal(torch.cat([x.flatten()[:0], *found]), x.flatten()[start:stop])
 
 
@@ -243,9 +243,9 @@ ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.
 def test_on_a_gpu_an_engine_does_not_change_the_run(
     tmp_path: Path, precision: str, tolerance: float
 ) -> None:
-    """Accelerate's sharded modes as well, which it has only there."""
+    """Including Accelerate's sharded modes, which need a GPU."""
     pytest.importorskip("deepspeed")
-    ways = {
+    engines = {
         "native": [],
         **{f"zero {n}": [*DEEPSPEED, f"layout.zero={n}"] for n in range(4)},
         "offloaded": [*DEEPSPEED, "layout.zero=3", *OFFLOADED],
@@ -256,15 +256,15 @@ def test_on_a_gpu_an_engine_does_not_change_the_run(
     }
     options = [*OPTIONS, f"train.steps={STEPS}", "train.device=cuda", "train.compile=false"]
     options.append(f"train.precision={precision}")
-    for port, (name, own) in enumerate(ways.items(), 29600):
-        command = [sys.executable, "-m", "longspan", "train", *options, *own]
+    for port, (name, settings) in enumerate(engines.items(), 29600):
+        command = [sys.executable, "-m", "longspan", "train", *options, *settings]
         subprocess.run(
             [*command, "--run-dir", str(tmp_path / name)],
             env={**os.environ, **ALONE, "MASTER_PORT": str(port)},
             check=True,
         )
     expected, wanted = trained(tmp_path / "native")
-    for name in ways:
+    for name in engines:
         losses, tensors = trained(tmp_path / name)
         torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0, msg=name)
         for key, x in tensors.items() if precision == "fp32" else ():

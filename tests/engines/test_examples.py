@@ -1,4 +1,4 @@
-"""Loops of one's own, as the docs show them, on two processes."""
+"""The docs' custom training loops, on two processes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ runpy.run_path(sys.argv[1])
 
 
 @pytest.mark.parametrize("name", ["own_loop", "own_loop_deepspeed", "own_loop_accelerate"])
-def test_a_loop_of_one_s_own_learns(
+def test_a_custom_loop_learns(
     name: str,
     tmp_path: Path,
     capfd: pytest.CaptureFixture[str],
@@ -31,8 +31,8 @@ def test_a_loop_of_one_s_own_learns(
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     command = [sys.executable, "-c", START, str(EXAMPLES / f"{name}.py")]
     assert run_processes(command, 2, tmp_path / "logs") == 0
-    said = capfd.readouterr().out + (tmp_path / "logs" / "rank-1.log").read_text()
-    losses = re.findall(r"rank [01]: loss ([\d.]+)", said)
+    output = capfd.readouterr().out + (tmp_path / "logs" / "rank-1.log").read_text()
+    losses = re.findall(r"rank [01]: loss ([\d.]+)", output)
     assert len(losses) == 2
     assert losses[0] == losses[1]  # the same gradients on both
     assert float(losses[0]) < 2  # from 5.5, that of 256 equally likely bytes

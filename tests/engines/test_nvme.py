@@ -1,4 +1,4 @@
-"""Parameters and optimizer state on a disk, by `make nvme`: it compiles for minutes, once."""
+"""ZeRO-Infinity: parameters and optimizer state on NVMe, by `make nvme`, which compiles once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OPTIONS = [
     "data.recall_pairs=4",
     "data.context=64",
     "train.lr=0.001",
-    "train.warmup=2",
+    "train.warmup_steps=2",
     "train.schedule=constant",
     "train.eps=1e-6",
     "train.global_batch=8",
@@ -33,7 +33,7 @@ OPTIONS = [
     "train.eval_samples=1",
     "track.log_every=1",
     "track.prompt=",
-    "engine.persistence_threshold=0",
+    "engine.param_persistence_threshold=0",
 ]
 ON_DISK = ["engine.name=deepspeed", "engine.offload_optimizer=nvme"]
 
@@ -46,12 +46,12 @@ needs_libaio = pytest.mark.skipif(
 def options(tmp_path: Path) -> list[str]:
     (tmp_path / "ds.json").write_text(json.dumps(SETTINGS))
     (tmp_path / "disk").mkdir()
-    disk = [f"engine.nvme_path={tmp_path}/disk", f"engine.deepspeed_json={tmp_path}/ds.json"]
-    return [*OPTIONS, *ON_DISK, "engine.offload_parameters=nvme", *disk]
+    disk = [f"engine.nvme_path={tmp_path}/disk", f"engine.deepspeed_config={tmp_path}/ds.json"]
+    return [*OPTIONS, *ON_DISK, "engine.offload_param=nvme", *disk]
 
 
 @needs_libaio
-def test_a_run_from_the_disk_is_the_same(
+def test_a_run_offloaded_to_nvme_is_the_same(
     options: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["verify", *options, "--nproc", "2", "--json"]) == 0
@@ -62,7 +62,7 @@ def test_a_run_from_the_disk_is_the_same(
 
 
 @needs_libaio
-def test_it_goes_on_from_there_and_to_there(options: list[str], tmp_path: Path) -> None:
+def test_it_resumes_from_and_to_other_engines(options: list[str], tmp_path: Path) -> None:
     def train(name: str, steps: int, *more: str) -> dict[int, float]:
         run_dir = tmp_path / name
         where = "--resume" if run_dir.exists() else "--run-dir"

@@ -1,4 +1,4 @@
-"""Recomputing and offloading activations: less memory, the same bits."""
+"""Activation checkpointing and offload: less memory, the same bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from longspan.config import Run
 from longspan.models import build_decoder
-from longspan.parallel.activation_checkpointing import rematerialised
+from longspan.parallel.activation_checkpointing import checkpointed
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training import train
@@ -78,27 +78,27 @@ def test_a_run_goes_on_without_it(tmp_path: Path) -> None:
     assert final_bytes(tmp_path / "again") == final_bytes(tmp_path / "plain")
 
 
-def kept_bytes(remat: str) -> int:
-    """Of activations that outlive the forward pass, the weights not counted."""
-    run = run_of(f"train.activation_checkpointing={remat}", "data.context=256")
+def saved_bytes(mode: str) -> int:
+    """Bytes of activations saved for the backward pass, without the weights."""
+    run = run_of("data.context=256")
     model = build_decoder(run, torch.device("cpu"))
     for index, block in enumerate(model.blocks):
-        model.blocks[index] = rematerialised(block, run.train)
+        model.blocks[index] = checkpointed(block, mode)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
     def pack(x: Tensor) -> Tensor:
         storage = x.untyped_storage()
         if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
         return x
 
     tokens, targets = torch.randint(256, (2, 1, 256)).unbind()
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
         loss = model(tokens, targets)
     assert loss.requires_grad
-    return sum(kept.values())
+    return sum(saved.values())
 
 
-def test_full_keeps_less() -> None:
-    assert kept_bytes("full") < kept_bytes("none") / 3
+def test_full_saves_less() -> None:
+    assert saved_bytes("full") < saved_bytes("none") / 3

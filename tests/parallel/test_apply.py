@@ -1,4 +1,7 @@
-"""Replicated and sharded runs against one process: losses, gradient norms and weights."""
+"""Every layout against one process: losses, gradient norms, weights and validation loss.
+
+Most layouts are compared in-process over a few steps; a dozen train whole runs, with checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training import train
 from tests.harness import Ranks
+from tests.steps import Steps, assert_same_steps, take_steps
 
-STEPS = 5
+STEPS = 3
 BATCH = 8
 OPTIONS = [
     "model.hidden=32",
@@ -31,9 +35,9 @@ OPTIONS = [
     "data.recall_pairs=8",
     "data.context=64",
     f"train.steps={STEPS}",
-    "train.warmup=2",
+    "train.warmup_steps=2",
     "train.lr=0.01",
-    "train.eps=1e-6",  # with 1e-8 Adam makes a whole step of the rounding of a gradient near zero
+    "train.eps=1e-6",  # with 1e-8 Adam turns the rounding of a gradient near zero into a full step
     "train.grad_clip=0.5",
     f"train.global_batch={BATCH}",
     "train.eval_samples=2",
@@ -46,43 +50,21 @@ def run_of(world: int, *overrides: str) -> Run:
     return load_run(None, [*OPTIONS, *overrides], world=world)
 
 
-def train_rank(rank: int, world: int, overrides: list[str], run_dir: str, resume: bool) -> float:
-    result = train(
-        run_of(world, *overrides), Path(run_dir), resume=resume, world=World(rank, world, rank)
-    )
-    assert result.validation_loss is not None
-    return result.validation_loss
+def steps_of(rank: int, world: int, overrides: list[str]) -> Steps:
+    return take_steps(rank, world, run_of(world, *overrides), STEPS)
 
 
-def trained(run_dir: Path, last: int = STEPS) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Loss and gradient norm of each step (steps, 2), and the final weights."""
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    steps = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
-    weights = load(run_dir / "checkpoints" / f"step-{last:08d}", "model")
-    return torch.tensor(steps, dtype=torch.float64), weights
+@cache
+def steps_alone(*settings: str) -> Steps:
+    """The same steps in one process, by the settings that a layout must not change."""
+    return take_steps(0, 1, run_of(1, *settings), STEPS)
 
 
-def assert_same_run(run_dir: Path, alone: Path) -> None:
-    (steps, weights), (expected_steps, expected_weights) = trained(run_dir), trained(alone)
-    torch.testing.assert_close(steps, expected_steps, rtol=1e-5, atol=0)
-    assert weights.keys() == expected_weights.keys()
-    for name, weight in weights.items():
-        assert (weight - expected_weights[name]).norm() <= 1e-4 * expected_weights[name].norm()
+def ids(x: Any) -> str:
+    return "-".join(x) if isinstance(x, list) else str(x)
 
 
-@pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """The folder of a run in one process, by the settings that a layout must not change."""
-
-    @cache
-    def run_alone(*settings: str) -> Path:
-        run_dir = tmp_path_factory.mktemp("single") / "run"
-        train(run_of(1, *settings), run_dir)
-        return run_dir
-
-    return run_alone
-
-
+MEGATRON = "layout.megatron_sequence_parallel=true"
 LAYOUTS = [
     (2, ["layout.replicate=2", "layout.shard=1"]),
     (4, ["layout.replicate=4", "layout.shard=1"]),
@@ -98,9 +80,9 @@ LAYOUTS = [
     (4, ["layout.tensor=2", "layout.shard=2"]),
     (4, ["layout.tensor=2", "layout.replicate=2"]),
     (8, ["layout.tensor=2", "layout.replicate=2", "layout.shard=2"]),
-    (2, ["layout.tensor=2", "layout.megatron_sequence_parallel=true"]),
-    (4, ["layout.tensor=4", "layout.megatron_sequence_parallel=true"]),
-    (4, ["layout.tensor=2", "layout.megatron_sequence_parallel=true", "layout.shard=2"]),
+    (2, ["layout.tensor=2", MEGATRON]),
+    (4, ["layout.tensor=4", MEGATRON]),
+    (4, ["layout.tensor=2", MEGATRON, "layout.shard=2"]),
     *[
         (depth, [f"layout.pipeline={depth}", f"layout.schedule={schedule}"])
         for depth in (2, 4)
@@ -110,7 +92,7 @@ LAYOUTS = [
     (4, ["layout.pipeline=2", "layout.shard=2", "layout.schedule=interleaved"]),
     (4, ["layout.pipeline=2", "layout.shard=2", "layout.zero=2", "layout.schedule=zbv"]),
     (4, ["layout.pipeline=2", "layout.replicate=2"]),
-    (4, ["layout.pipeline=2", "layout.tensor=2", "layout.megatron_sequence_parallel=true"]),
+    (4, ["layout.pipeline=2", "layout.tensor=2", MEGATRON]),
     (4, ["layout.pipeline=2", "layout.replicate=2", "layout.schedule=zbv"]),
     (8, ["layout.pipeline=2", "layout.shard=2", "layout.tensor=2"]),
     (2, ["layout.sequence=2"]),
@@ -118,22 +100,15 @@ LAYOUTS = [
     (8, ["layout.sequence=8"]),
     (4, ["layout.sequence=2", "layout.replicate=2"]),
     (4, ["layout.sequence=2", "layout.pipeline=2", "layout.schedule=interleaved"]),
-    (4, ["layout.sequence=2", "layout.tensor=2", "layout.megatron_sequence_parallel=true"]),
+    (4, ["layout.sequence=2", "layout.tensor=2", MEGATRON]),
     (8, ["layout.sequence=2", "layout.shard=2", "layout.tensor=2"]),
 ]
 
 
 @pytest.mark.parametrize("tied", ["true", "false"], ids=["tied", "untied"])
-@pytest.mark.parametrize(
-    ("world", "layout"), LAYOUTS, ids=lambda x: str(x) if isinstance(x, int) else "-".join(x)
-)
-def test_a_layout_does_not_change_the_run(
-    ranks: Ranks,
-    single: Callable[..., Path],
-    tmp_path: Path,
-    world: int,
-    layout: list[str],
-    tied: str,
+@pytest.mark.parametrize(("world", "layout"), LAYOUTS, ids=ids)
+def test_a_layout_takes_the_same_steps(
+    ranks: Ranks, world: int, layout: list[str], tied: str
 ) -> None:
     if "layout.schedule=zbv" in layout and torch.__version__ < "2.13":
         pytest.skip("needs torch 2.13")
@@ -142,13 +117,10 @@ def test_a_layout_does_not_change_the_run(
     accumulation = max(2, axes["pipeline"])
     micro_batch = BATCH // (accumulation * axes["replicate"] * axes["shard"])
     options = [*layout, *model, f"train.micro_batch={micro_batch}"]
-    run_dir = tmp_path / "run"
-    losses = ranks.run(train_rank, world, options, str(run_dir), False)
-    assert len(set(losses)) == 1
-    assert_same_run(run_dir, single(*model))
+    assert_same_steps(ranks.run(steps_of, world, options), steps_alone(*model))
 
 
-KINDS = {
+PATTERNS = {
     "dense": ["attention.kind=dense"],
     "dense with one key head": ["attention.kind=dense", "model.kv_heads=1"],
     "block sparse": [
@@ -164,24 +136,18 @@ NO_BRANCHES = ["attention.segment_lengths=[]", "attention.dilation_rates=[]"]
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        *[(kind, ["layout.sequence=4"]) for kind in KINDS],
+        *[(kind, ["layout.sequence=4"]) for kind in PATTERNS],
         ("dense", ["layout.tensor=4"]),
         ("block sparse", ["layout.tensor=4"]),
         ("dense with one key head", ["layout.sequence=2", "layout.pipeline=2"]),
-        (
-            "dense",
-            ["layout.sequence=2", "layout.tensor=2", "layout.megatron_sequence_parallel=true"],
-        ),
+        ("dense", ["layout.sequence=2", "layout.tensor=2", MEGATRON]),
     ],
-    ids=lambda x: x if isinstance(x, str) else "-".join(x),
+    ids=ids,
 )
-def test_nor_does_it_under_another_pattern(
-    ranks: Ranks, single: Callable[..., Path], tmp_path: Path, kind: str, layout: list[str]
-) -> None:
-    pattern = (*NO_BRANCHES, *KINDS[kind])
+def test_other_patterns_take_the_same_steps(ranks: Ranks, kind: str, layout: list[str]) -> None:
+    pattern = (*NO_BRANCHES, *PATTERNS[kind])
     options = [*layout, *pattern, "train.micro_batch=4"]
-    ranks.run(train_rank, 4, options, str(tmp_path / "run"), False)
-    assert_same_run(tmp_path / "run", single(*pattern))
+    assert_same_steps(ranks.run(steps_of, 4, options), steps_alone(*pattern))
 
 
 LINEARS = {
@@ -216,46 +182,99 @@ LINEARS = {
         ("sub-layer norms", 4, ["layout.tensor=2", "layout.shard=2"]),
         ("sketched with sub-layer norms", 2, ["layout.tensor=2"]),
     ],
-    ids=lambda x: "-".join(x) if isinstance(x, list) else str(x),
+    ids=ids,
 )
-def test_nor_with_other_linear_layers(
-    ranks: Ranks,
-    single: Callable[..., Path],
-    tmp_path: Path,
-    linear: str,
-    world: int,
-    layout: list[str],
+def test_other_linear_layers_take_the_same_steps(
+    ranks: Ranks, linear: str, world: int, layout: list[str]
 ) -> None:
-    model = LINEARS[linear]
-    options = [*layout, *model, "train.micro_batch=2"]
-    losses = ranks.run(train_rank, world, options, str(tmp_path / "run"), False)
-    assert len(set(losses)) == 1
-    assert_same_run(tmp_path / "run", single(*model))
+    options = [*layout, *LINEARS[linear], "train.micro_batch=2"]
+    assert_same_steps(ranks.run(steps_of, world, options), steps_alone(*LINEARS[linear]))
 
 
-def train_compiled(rank: int, world: int, *arguments: Any) -> float:
-    torch._dynamo.reset()  # of the other run in this process, whose sizes were others
-    return train_rank(rank, world, *arguments)
+def steps_compiled(rank: int, world: int, overrides: list[str]) -> Steps:
+    torch._dynamo.reset()  # of another run in this process, with other sizes
+    return take_steps(rank, world, run_of(world, *overrides), 1)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
 @pytest.mark.parametrize(
     ("layout", "linear"), [("layout.sequence=2", []), ("layout.tensor=2", LINEARS["sketched mlp"])]
 )
-def test_blocks_are_compiled_within_a_layout(
-    ranks: Ranks, single: Callable[..., Path], tmp_path: Path, layout: str, linear: list[str]
-) -> None:
+def test_blocks_are_compiled_within_a_layout(ranks: Ranks, layout: str, linear: list[str]) -> None:
     model = ["model.layers=1", *linear]
-    options = [layout, "train.micro_batch=4", "train.compile=true", *model]
-    ranks.run(train_compiled, 2, options, str(tmp_path / "run"), False, timeout=400)
-    assert_same_run(tmp_path / "run", single(*model))
+    options = [layout, "train.micro_batch=8", "train.compile=true", "train.eval_samples=8", *model]
+    alone = take_steps(0, 1, run_of(1, *model, "train.eval_samples=8"), 1)
+    assert_same_steps(ranks.run(steps_compiled, 2, options, timeout=400), alone)
 
 
-def test_a_run_goes_on_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:
+def train_rank(rank: int, world: int, overrides: list[str], run_dir: str, resume: bool) -> float:
+    result = train(
+        run_of(world, *overrides), Path(run_dir), resume=resume, world=World(rank, world, rank)
+    )
+    assert result.validation_loss is not None
+    return result.validation_loss
+
+
+def trained(run_dir: Path, last: int = STEPS) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradient norm of each step (steps, 2), and the final weights."""
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    steps = [(line["loss"], line["grad_norm"]) for line in lines if "loss" in line]
+    weights = load(run_dir / "checkpoints" / f"step-{last:08d}", "model")
+    return torch.tensor(steps, dtype=torch.float64), weights
+
+
+def assert_same_run(run_dir: Path, alone: Path) -> None:
+    (steps, weights), (expected_steps, expected_weights) = trained(run_dir), trained(alone)
+    torch.testing.assert_close(steps, expected_steps, rtol=1e-5, atol=0)
+    assert weights.keys() == expected_weights.keys()
+    for name, weight in weights.items():
+        assert (weight - expected_weights[name]).norm() <= 1e-4 * expected_weights[name].norm()
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """The folder of a run in one process, by the settings that a layout must not change."""
+
+    @cache
+    def run_alone(*settings: str) -> Path:
+        run_dir = tmp_path_factory.mktemp("single") / "run"
+        train(run_of(1, *settings), run_dir)
+        return run_dir
+
+    return run_alone
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, ["layout.replicate=2", "layout.shard=1"]),
+        (2, ["layout.zero=1"]),
+        (4, ["layout.zero=3"]),
+        (4, ["layout.replicate=2", "layout.shard=2"]),
+        (4, ["layout.tensor=2", "layout.shard=2"]),
+        (2, ["layout.tensor=2", MEGATRON]),
+        (2, ["layout.pipeline=2"]),
+        (2, ["layout.pipeline=2", "layout.schedule=interleaved"]),
+        (2, ["layout.sequence=2"]),
+        (8, ["layout.pipeline=2", "layout.shard=2", "layout.tensor=2"]),
+        (8, ["layout.sequence=2", "layout.shard=2", "layout.tensor=2"]),
+    ],
+    ids=ids,
+)
+def test_a_layout_trains_the_same_run(
+    ranks: Ranks, single: Callable[..., Path], tmp_path: Path, world: int, layout: list[str]
+) -> None:
+    model, run_dir = "model.layers=4", tmp_path / "run"
+    losses = ranks.run(train_rank, world, [*layout, model], str(run_dir), False)
+    assert len(set(losses)) == 1
+    assert_same_run(run_dir, single(model))
+
+
+def test_a_run_resumes_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:
     whole, parts, steady = tmp_path / "whole", tmp_path / "parts", "train.schedule=constant"
     train(run_of(1, steady), whole)
-    replicated = ["layout.replicate=2", "layout.shard=1", "train.steps=3"]
-    ranks.run(train_rank, 4, ["layout.zero=3", "train.steps=2", steady], str(parts), False)
+    replicated = ["layout.replicate=2", "layout.shard=1", "train.steps=2"]
+    ranks.run(train_rank, 4, ["layout.zero=3", "train.steps=1", steady], str(parts), False)
     ranks.run(train_rank, 2, [*replicated, steady], str(parts), True)
     train(run_of(1, steady), parts, resume=True)
     assert_same_run(parts, whole)

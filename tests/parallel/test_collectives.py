@@ -1,4 +1,4 @@
-"""How many collectives a step takes: counted, not assumed."""
+"""The number of collectives in a step: counted, not assumed."""
 
 from __future__ import annotations
 
@@ -7,16 +7,11 @@ from collections import Counter
 import pytest
 import torch
 
-from longspan.data import open_source
-from longspan.engines import Native
-from longspan.parallel.placement import placement
-from longspan.parallel.world import World
 from longspan.runfile import load_run
-from longspan.training.guard import Guard
-from longspan.training.loop import train_step
-from longspan.training.state import State
+from longspan.training.step import train_step
 from tests.collectives import Collectives
 from tests.harness import Ranks
+from tests.steps import CPU, open_state
 
 LAYERS = 3
 SMALL = [
@@ -35,12 +30,10 @@ SMALL = [
 
 def collectives_of_a_step(rank: int, world: int, overrides: list[str]) -> dict[str, int]:
     run = load_run(None, [*SMALL, *overrides], world=world)
-    device, source = torch.device("cpu"), open_source(run.data, run.model)
-    with placement(run.layout, World(rank, world, rank), device) as placed:
-        state = State(Native(run, placed, device), placed, Guard(0.0, device))
-        train_step(state, placed, run, source, device)  # the first sets things up
+    with open_state(run, rank, world) as (state, source):
+        train_step(state, source, run.train, CPU)  # the first sets things up
         with Collectives() as mode, torch.profiler.profile() as profile:
-            train_step(state, placed, run, source, device)
+            train_step(state, source, run.train, CPU)
     below = Counter(e.name for e in profile.events() if e.name.startswith("gloo:"))
     seen = {name: count for name, count in mode.counts.items() if count}
     return {**seen, **below}
@@ -49,7 +42,7 @@ def collectives_of_a_step(rank: int, world: int, overrides: list[str]) -> dict[s
 def test_replicated(ranks: Ranks) -> None:
     overrides = ["layout.replicate=2", "layout.shard=1", "train.global_batch=4"]
     counts = ranks.run(collectives_of_a_step, 2, overrides)[0]
-    bucket = 1  # all gradients, after the last of two micro-batches
+    bucket = 1  # all gradients, after the last of two micro-batches (gradient accumulation)
     assert counts["gloo:all_reduce"] == bucket + STEP
 
 
@@ -61,12 +54,12 @@ STEP = 2
 @pytest.mark.parametrize(
     ("overrides", "micro_batches", "gathers", "scatters"),
     [
-        # Stage 3 gathers a block for its forward and again for its backward pass.
+        # ZeRO-3 all-gathers a block for its forward and again for its backward pass.
         (["layout.zero=3"], 1, 2 * LAYERS + 1, BLOCKS_AND_ROOT),
         (["layout.zero=2"], 1, BLOCKS_AND_ROOT, BLOCKS_AND_ROOT),
         (["layout.zero=3"], 2, 2 * (2 * LAYERS + 1), 2 * BLOCKS_AND_ROOT),
         (["layout.zero=2"], 2, 2 * BLOCKS_AND_ROOT, 2 * BLOCKS_AND_ROOT),
-        # Stage 1 scatters gradients once a step.
+        # ZeRO-1 reduce-scatters gradients once a step.
         (["layout.zero=1"], 2, None, BLOCKS_AND_ROOT),
     ],
 )
@@ -112,19 +105,23 @@ DENSE = [
     "attention.dilation_rates=[]",
     "model.kv_heads=1",
 ]
-WAYS = {
-    "rows": (2, ["attention.segment_lengths=[64]", "attention.dilation_rates=[2]"], 2),  # and back
-    "ring": (2, DENSE, 3),  # again for the backward pass, and back
-    "heads": (4, [*DENSE, "model.heads=4", "model.kv_heads=4"], 8),
+STRATEGIES = {  # all-to-alls per block: keys and values, then their gradients
+    "sparse_kv": (
+        2,
+        ["attention.segment_lengths=[64]", "attention.dilation_rates=[2]"],
+        2,
+    ),
+    "ring": (2, DENSE, 3),  # again for the backward pass
+    "ulysses": (4, [*DENSE, "model.heads=4", "model.kv_heads=4"], 8),
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("remat", ["none", "selective", "full"])
-def test_sequence(ranks: Ranks, way: str, remat: str) -> None:
-    """Activations that are computed again do not travel again."""
-    world, overrides, per_block = WAYS[way]
-    options = [f"layout.sequence={world}", f"train.activation_checkpointing={remat}", *overrides]
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_sequence(ranks: Ranks, strategy: str, mode: str) -> None:
+    """Activation checkpointing repeats no communication."""
+    world, overrides, per_block = STRATEGIES[strategy]
+    options = [f"layout.sequence={world}", f"train.activation_checkpointing={mode}", *overrides]
     counts = ranks.run(collectives_of_a_step, world, options)[0]
     found = sum(n for name, n in counts.items() if name.startswith("gloo:all_to_all"))
     assert found == per_block * LAYERS

@@ -10,17 +10,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longspan.config import Run
-from longspan.data import open_source
-from longspan.device import autocast
-from longspan.engines import Native
 from longspan.models import count_parameters
-from longspan.parallel.placement import placement
-from longspan.parallel.world import World
 from longspan.runfile import load_run
-from longspan.training.guard import Guard
-from longspan.training.loop import train_step
-from longspan.training.state import State
+from longspan.training.step import train_step
 from tests.harness import Ranks
+from tests.steps import CPU, open_state
 
 LAYERS = 16
 OPTIONS = [
@@ -61,10 +55,8 @@ def storages() -> dict[int, torch.UntypedStorage]:
 
 def bytes_in_a_step(rank: int, world: int, layout: list[str]) -> tuple[float, float]:
     """Per parameter: once the model is there, and as a step's second forward pass ends."""
-    run, device = run_of(world, layout), torch.device("cpu")
-    source, before = open_source(run.data, run.model), storages()
-    with placement(run.layout, World(rank, world, rank), device) as placed:
-        state = State(Native(run, placed, device), placed, Guard(0.0, device))
+    run, before = run_of(world, layout), storages()
+    with open_state(run, rank, world) as (state, source):
         held = []
 
         def measure(*_: object) -> None:
@@ -72,9 +64,9 @@ def bytes_in_a_step(rank: int, world: int, layout: list[str]) -> tuple[float, fl
             held.append(sum(x.nbytes() for at, x in storages().items() if at not in before))
 
         measure()
-        train_step(state, placed, run, source, device)
+        train_step(state, source, run.train, CPU)
         handle = state.engine.model.norm.register_forward_pre_hook(measure)
-        train_step(state, placed, run, source, device)
+        train_step(state, source, run.train, CPU)
         handle.remove()
     return held[0] / count_parameters(run.model), held[-1] / count_parameters(run.model)
 
@@ -99,11 +91,9 @@ def test_bytes_per_parameter(ranks: Ranks, kind: str, d: int) -> None:
 def kept_weights(rank: int, world: int, zero: int) -> int:
     """Bytes of weights that wait for the backward pass as a forward pass in 16 bits ends."""
     options = [f"layout.zero={zero}", "train.precision=bf16", "train.activation_checkpointing=none"]
-    run, device = run_of(world, options), torch.device("cpu")
-    source = open_source(run.data, run.model)
-    with placement(run.layout, World(rank, world, rank), device) as placed:
-        engine = Native(run, placed, device, lambda: autocast(run))
-        state = State(engine, placed, Guard(0.0, device))
+    run = run_of(world, options)
+    with open_state(run, rank, world) as (state, source):
+        engine = state.engine
         smallest = min(p.numel() for p in engine.model.blocks.parameters() if p.dim() > 1)
         kept: dict[int, torch.UntypedStorage] = {}
         found = []
@@ -119,7 +109,7 @@ def kept_weights(rank: int, world: int, zero: int) -> int:
 
         handle = engine.model.norm.register_forward_pre_hook(measure)
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-            train_step(state, placed, run, source, device)
+            train_step(state, source, run.train, CPU)
         handle.remove()
     return found[0]
 

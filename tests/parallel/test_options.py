@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from longspan.config import Layout
-from longspan.parallel.placement import placement
+from longspan.engines.loss_scale import grad_scaler
+from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World
 from longspan.training import train
 from tests.harness import Ranks
@@ -55,8 +56,8 @@ def losses_of(run_dir: Path) -> torch.Tensor:
 def scaled_step(rank: int, world: int) -> tuple[float, float]:
     """A step in which one rank alone has a gradient that is not finite."""
     device = torch.device("cpu")
-    with placement(Layout(tensor=world), World(rank, world, rank), device) as placed:
-        scaler = placed.scaler(device, enabled=True)
+    with open_mesh(Layout(tensor=world), World(rank, world, rank), device) as mesh:
+        scaler = grad_scaler(mesh, device, enabled=True)
         weight = nn.Parameter(torch.ones(1))
         optimizer = torch.optim.SGD([weight], lr=1.0)
         scaler.scale(weight.sum() * (float("inf") if rank == 1 else 1.0)).backward()

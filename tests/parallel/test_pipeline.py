@@ -1,4 +1,4 @@
-"""How layers are dealt out to stages, and how long ranks wait for each other."""
+"""Which layers each pipeline stage holds, and the bubble of each schedule."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ from itertools import combinations, pairwise
 import pytest
 import torch
 
-from longspan.models import new_decoder
-from longspan.parallel.pipeline import Pipelined
-from longspan.parallel.pipeline_schedule import bubble, simple_order, split_layers, stage_costs
-from longspan.parallel.placement import placement
+from longspan.attention import pattern_of
+from longspan.models import new_decoder, stage_flops
+from longspan.parallel.apply import materialize, parallelize
+from longspan.parallel.mesh import open_mesh
+from longspan.parallel.pipeline import PipelinedDecoder
+from longspan.parallel.pipeline_schedule import bubble, simple_order, split_layers
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from tests.harness import Ranks
@@ -18,21 +20,22 @@ from tests.harness import Ranks
 
 @pytest.mark.parametrize("vocab", [256, 4096, 65536])
 @pytest.mark.parametrize(("layers", "stages"), [(8, 2), (9, 4), (7, 5), (4, 4)])
-def test_the_costliest_stage_costs_as_little_as_it_can(
+def test_the_most_expensive_stage_costs_as_little_as_possible(
     layers: int, stages: int, vocab: int
 ) -> None:
     run = load_run(None, [f"model.layers={layers}", f"model.vocab={vocab}"])
-    found, costs = split_layers(run, stages)
+    flops = stage_flops(run.model, pattern_of(run.attention), run.data.context)
+    found, costs = split_layers(layers, flops, stages)
     assert [layer for part in found for layer in part] == list(range(layers))
-    first, block, last = stage_costs(run)
+    first, block, last = flops
 
-    def costliest(borders: tuple[int, ...]) -> float:
+    def most_expensive(borders: tuple[int, ...]) -> float:
         ends = (0, *borders, layers)
         sums = [block * (b - a) for a, b in pairwise(ends)]
         return max(sums[0] + first, *sums[1:-1], sums[-1] + last)
 
-    assert max(costs) == min(map(costliest, combinations(range(1, layers), stages - 1)))
-    assert max(costs) == costliest(tuple(part.start for part in found[1:]))
+    assert max(costs) == min(map(most_expensive, combinations(range(1, layers), stages - 1)))
+    assert max(costs) == most_expensive(tuple(part.start for part in found[1:]))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
@@ -42,12 +45,12 @@ def test_bubble_is_the_published_one(schedule: str, ranks: int, micro_batches: i
     assert found == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
 
 
-def test_ranks_wait_for_the_costliest_stage() -> None:
+def test_ranks_wait_for_the_most_expensive_stage() -> None:
     orders = simple_order("1f1b", 2, 1000)
     assert bubble(orders, [1.0, 3.0]) == pytest.approx(1 / 3, abs=1e-2)
 
 
-def waiting(rank: int, world: int, schedule: str, micro_batches: int) -> float:
+def bubble_of(rank: int, world: int, schedule: str, micro_batches: int) -> float:
     overrides = [
         f"layout.pipeline={world}",
         f"layout.schedule={schedule}",
@@ -57,18 +60,20 @@ def waiting(rank: int, world: int, schedule: str, micro_batches: int) -> float:
     ]
     run = load_run(None, overrides, world=world)
     device = torch.device("cpu")
-    with placement(run.layout, World(rank, world, rank), device) as placed:
-        module = placed.place(new_decoder(run), run, device)
-        assert isinstance(module, Pipelined)
-        return bubble(module._orders(), [1.0] * (2 * world))
+    with open_mesh(run.layout, World(rank, world, rank), device) as mesh:
+        model = new_decoder(run)
+        module = parallelize(model, mesh, run.layout, run.train)
+        module = materialize(module, model, mesh, run.layout, run.train, device)
+        assert isinstance(module, PipelinedDecoder)
+        return bubble(module.actions(), [1.0] * (2 * world))
 
 
 def test_two_stages_per_rank_halve_the_bubble(ranks: Ranks) -> None:
-    found = ranks.run(waiting, 4, "interleaved", 8)
+    found = ranks.run(bubble_of, 4, "interleaved", 8)
     assert found == pytest.approx([3 / (2 * 8 + 3)] * 4)
 
 
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="needs torch 2.13")
-def test_zero_bubble_waits_least(ranks: Ranks) -> None:
-    found = ranks.run(waiting, 4, "zbv", 16)
+def test_zero_bubble_has_the_smallest_bubble(ranks: Ranks) -> None:
+    found = ranks.run(bubble_of, 4, "zbv", 16)
     assert max(found) < 3 / (2 * 16 + 3)

@@ -6,19 +6,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from longspan import checkpoint
-from longspan.checkpoint import Draft, open_checkpoint
-from longspan.data import open_source
-from longspan.engines import Native
-from longspan.parallel.placement import placement
+from longspan.checkpoint import PendingCheckpoint, open_checkpoint
 from longspan.parallel.world import World
 from longspan.training import train
-from longspan.training.guard import Guard
-from longspan.training.state import State, resume_key
 from tests.harness import Ranks
 from tests.parallel.test_apply import run_of
+from tests.steps import open_state
 
 LAYOUTS = {
     "one": (1, []),
@@ -44,19 +41,16 @@ def train_rank(rank: int, world: int, layout: list[str], run_dir: str) -> None:
 
 def take_over(rank: int, world: int, layout: list[str], folder: str, names: list[str]) -> None:
     """Restore each run's checkpoint under a layout, and save what came of it."""
-    run, device = run_of(world, *SMALL, *layout), torch.device("cpu")
-    key = resume_key(run, open_source(run.data, run.model))
-    with placement(run.layout, World(rank, world, rank), device) as placed:
-        state = State(Native(run, placed, device), placed, Guard(0.0, device))
+    with open_state(run_of(world, *SMALL, *layout), rank, world) as (state, _):
         for name in names:
             path = Path(folder, name, "checkpoints/step-00000002")
-            state.restore(open_checkpoint(path), run, key)
-            draft = Draft(Path(folder, "again", name), 2)
-            draft.write(state.parts(), rank)
-            placed.most(0)
+            state.restore(open_checkpoint(path))
+            pending = PendingCheckpoint(Path(folder, "again", name), 2)
+            pending.write(state.tensor_shards(), rank)
+            dist.barrier()
             if rank == 0:
-                draft.commit(state.scalars(key), world)
-            placed.most(0)
+                pending.commit(state.saved_state(), world)
+            dist.barrier()
 
 
 def contents(path: Path) -> dict[str, Tensor]:
@@ -96,6 +90,6 @@ def test_every_layout_takes_over_every_other(
 def test_each_rank_writes_its_own_part(trained: Path) -> None:
     saved = open_checkpoint(trained / "two by two" / "checkpoints/step-00000002")
     assert saved.files_of("model") == [f"model-0000{rank}.safetensors" for rank in range(4)]
-    boxes = saved.manifest.tensors["model/blocks.0.mlp.up.weight"].boxes
+    boxes = saved.manifest.tensors["model/blocks.0.mlp.up.weight"].shards
     assert len(boxes) == 4
-    assert saved.manifest.tensors["model/blocks.0.mlp_norm.weight"].boxes[0].shape == (16,)
+    assert saved.manifest.tensors["model/blocks.0.mlp_norm.weight"].shards[0].shape == (16,)

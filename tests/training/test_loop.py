@@ -1,4 +1,4 @@
-"""The loop: resume, accumulation, precision, evaluation, the folder it leaves."""
+"""The loop: resume, gradient accumulation, precision, evaluation, the run folder."""
 
 from __future__ import annotations
 
@@ -79,10 +79,10 @@ def checkpoint_files(run_dir: Path, step: int) -> dict[str, bytes]:
 def test_forty_steps_equal_twenty_and_twenty_byte_for_byte(shards: Path, tmp_path: Path) -> None:
     run = small_run(shards, "train.steps=40", "train.global_batch=2", "checkpoint.every=20")
     train(run, tmp_path / "whole")
-    # The second folder is the first as it was at step 20, and goes on from there.
+    # The second folder is the first as it was at step 20, and resumes from there.
     shutil.copytree(tmp_path / "whole", tmp_path / "halves")
     shutil.rmtree(tmp_path / "halves" / "checkpoints" / "step-00000040")
-    torch.manual_seed(12345)  # what the process drew before must not enter
+    torch.manual_seed(12345)  # earlier random numbers must not matter
     train(run, tmp_path / "halves", resume=True)
     whole, halves = (checkpoint_files(tmp_path / name, 40) for name in ("whole", "halves"))
     assert whole == halves
@@ -109,7 +109,7 @@ def test_accumulation_does_not_change_the_losses(shards: Path, tmp_path: Path, m
     assert in_parts == pytest.approx(at_once, rel=1e-6)
 
 
-def test_a_resumed_run_may_change_its_batch_and_goes_on_in_the_data(
+def test_a_resumed_run_may_change_its_batch_and_continues_in_the_data(
     shards: Path, tmp_path: Path
 ) -> None:
     train(small_run(shards, "train.steps=4", "train.global_batch=2"), tmp_path / "run")
@@ -207,7 +207,7 @@ def test_clipping_bounds_the_step_and_reports_the_norm_before_it(
 
 
 @pytest.mark.parametrize("log_every", [1, 1000])
-def test_a_loss_that_is_no_number_ends_the_run_and_is_never_saved(
+def test_a_nan_loss_ends_the_run_and_is_never_saved(
     shards: Path, tmp_path: Path, log_every: int
 ) -> None:
     # With log_every 1000 the first checkpoint is due long before the first line of metrics.
@@ -246,7 +246,7 @@ def test_resume_refuses_other_data_and_another_model(shards: Path, tmp_path: Pat
             train(small_run(shards, change), tmp_path / "run", resume=True)
 
 
-def test_a_prompt_that_cannot_be_encoded_is_told_before_training(tmp_path: Path) -> None:
+def test_a_prompt_that_cannot_be_encoded_is_refused_before_training(tmp_path: Path) -> None:
     tokenizers = pytest.importorskip("tokenizers")
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"the": 0, "cat": 1}, unk_token="?"))
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
@@ -256,7 +256,7 @@ def test_a_prompt_that_cannot_be_encoded_is_told_before_training(tmp_path: Path)
         [tmp_path / "in.txt"], tmp_path / "shards", tokenizer=tmp_path / "words.json", validation=0
     )
     for prompt in ("def", " "):
-        with pytest.raises(UserError, match=r"cannot encode|has no token"):
+        with pytest.raises(UserError, match=r"cannot encode|gives no token"):
             train(small_run(tmp_path / "shards", f"track.prompt={prompt}"), tmp_path / "run")
         assert not (tmp_path / "run").exists()
     result = train(
@@ -274,7 +274,7 @@ def test_recall_trains_on_its_answers_only(tmp_path: Path) -> None:
     assert result.sample is None
 
 
-def test_changed_data_is_taken_where_it_is_accepted(
+def test_changed_data_is_used_if_it_is_accepted(
     shards: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(small_run(shards, "train.steps=2"), tmp_path / "run")
@@ -282,7 +282,7 @@ def test_changed_data_is_taken_where_it_is_accepted(
     build([tmp_path / "in.txt"], tmp_path / "other", validation=0)
     accepted = small_run(tmp_path / "other", "train.steps=4", "data.accept_changed=true")
     assert train(accepted, tmp_path / "run", resume=True).step == 4
-    assert "longspan: going on with other data\n  data was tokens" in capfd.readouterr().err
+    assert "longspan: continuing with other data\n  data was tokens" in capfd.readouterr().err
     assert "accept_changed = false" in (tmp_path / "run" / "run.toml").read_text()
     with pytest.raises(UserError, match=r"train\.seed was 0"):
         train(accepted.model_copy(update={"train": accepted.train.model_copy(update={"seed": 7})}),

@@ -1,4 +1,4 @@
-"""Out of memory: what is told, and a second try that changes no loss."""
+"""Out of memory: the report, and a retry that changes no loss."""
 
 from __future__ import annotations
 
@@ -13,7 +13,12 @@ from longspan import faults
 from longspan.config import Run
 from longspan.errors import OutOfMemory
 from longspan.training import train
-from longspan.training.memory import changes, halved, is_out_of_memory, wanted_bytes
+from longspan.training.out_of_memory import (
+    halved,
+    is_out_of_memory,
+    requested_bytes,
+    suggestions,
+)
 from tests.parallel.test_apply import run_of
 
 BATCH = ["train.steps=4", "train.global_batch=8", "train.micro_batch=4", "track.log_every=1"]
@@ -26,51 +31,51 @@ def losses(run_dir: Path) -> list[float]:
 
 
 @pytest.fixture
-def full_in_step_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def out_of_memory_in_step_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(faults, "_visits", Counter())
     monkeypatch.setenv(faults.FAULT, "oom@backward:0:4")
     monkeypatch.setenv(faults.FAULT_LOG, str(tmp_path / "fault"))
 
 
-@pytest.mark.usefixtures("full_in_step_4")
+@pytest.mark.usefixtures("out_of_memory_in_step_4")
 def test_the_report_counts_every_class(tmp_path: Path) -> None:
     with pytest.raises(OutOfMemory) as caught:
         train(run_of(1, *BATCH), tmp_path / "run")
     first, *rest = str(caught.value).splitlines()
-    assert first == "out of memory in step 4: Tried to allocate 1 GiB (a drill)"
-    names = ["parameters", "gradients", "optimizer state", "activations and the rest"]
+    assert first == "out of memory in step 4: Tried to allocate 1 GiB (injected)"
+    names = ["parameters", "gradients", "optimizer state", "activations and workspace"]
     assert [line.strip().split("  ")[0] for line in rest[:4]] == names
-    assert rest[4] == "what would free memory, the cheapest first:"
+    assert rest[4] == "settings that would free memory, cheapest first:"
     assert rest[5].strip().startswith("train.micro_batch=2")
-    assert "not enough; costs smaller products" in rest[5]
+    assert "not enough; costs smaller matrix products" in rest[5]
     history = (tmp_path / "run" / "history.jsonl").read_text()
-    assert '"cause": "MemoryError: Tried to allocate 1 GiB (a drill)"' in history
+    assert '"cause": "MemoryError: Tried to allocate 1 GiB (injected)"' in history
     assert not (tmp_path / "run" / "micro_batch").exists()
 
 
-@pytest.mark.usefixtures("full_in_step_4")
+@pytest.mark.usefixtures("out_of_memory_in_step_4")
 def test_half_the_micro_batch_gives_the_same_losses(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train(run_of(1, *BATCH, *SAVED, "train.halve_on_oom=true"), tmp_path / "halved")
-    assert "trying again with half the micro-batch" in capfd.readouterr().err
+    assert "retrying with half the micro-batch" in capfd.readouterr().err
     train(run_of(1, *BATCH, *SAVED), tmp_path / "whole")
     assert losses(tmp_path / "halved") == pytest.approx(losses(tmp_path / "whole"), rel=1e-5)
     assert (tmp_path / "halved" / "micro_batch").read_text() == "2\n"
 
 
-def test_only_what_is_not_yet_done_is_proposed() -> None:
-    held = {
+def test_only_settings_that_are_not_in_use_are_suggested() -> None:
+    used = {
         "parameters": 40,
         "gradients": 40,
         "optimizer state": 80,
-        "activations and the rest": 1000,
+        "activations and workspace": 1000,
     }
 
-    def proposed(run: Run) -> dict[str, float]:
-        return {change.setting: change.frees for change in changes(held, run, 1)}
+    def suggested(run: Run) -> dict[str, float]:
+        return {s.setting: s.frees for s in suggestions(used, run, 1)}
 
-    found = proposed(run_of(1, *BATCH))
+    found = suggested(run_of(1, *BATCH))
     assert found["train.micro_batch=2"] == 500
     assert found["train.optimizer=adamw8bit"] == 60
     assert (
@@ -84,24 +89,24 @@ def test_only_what_is_not_yet_done_is_proposed() -> None:
         "train.activation_checkpointing=full",
         "train.optimizer=adamw8bit",
     ]
-    left = proposed(run_of(1, *BATCH, *saving, "train.offload_activations=true"))
+    left = suggested(run_of(1, *BATCH, *saving, "train.offload_activations=true"))
     assert list(left) == ["twice the ranks of layout.shard"]
-    sharded = changes(held, run_of(2, *BATCH), 2)
+    sharded = suggestions(used, run_of(2, *BATCH), 2)
     assert sharded[-1].setting == "layout.offload=true"
-    deepspeed = {change.setting for change in changes(held, run_of(1, "engine.name=deepspeed"), 1)}
+    deepspeed = {s.setting for s in suggestions(used, run_of(1, "engine.name=deepspeed"), 1)}
     assert not deepspeed & {"train.optimizer=adamw8bit", "layout.offload=true"}
 
 
-def test_torch_s_own_words_are_understood() -> None:
+def test_torch_s_error_messages_are_understood() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(10**14)
     assert is_out_of_memory(caught.value)
-    assert wanted_bytes(caught.value) == 4e14
+    assert requested_bytes(caught.value) == 4e14
     gpu = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has …")
     assert is_out_of_memory(gpu)
-    assert wanted_bytes(gpu) == 2.5 * 2**30
+    assert requested_bytes(gpu) == 2.5 * 2**30
     assert not is_out_of_memory(RuntimeError("no"))
-    assert wanted_bytes(MemoryError()) is None
+    assert requested_bytes(MemoryError()) is None
 
 
 def test_a_half_still_divides_the_batch() -> None:
@@ -109,7 +114,7 @@ def test_a_half_still_divides_the_batch() -> None:
 
 
 @pytest.mark.gpu
-def test_a_gpu_that_is_full_is_told_and_met_with_less(
+def test_a_full_gpu_is_reported_and_retried_with_a_smaller_micro_batch(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["train.device=cuda", "train.precision=fp32", "data.context=2048", "model.hidden=256"]
@@ -122,6 +127,6 @@ def test_a_gpu_that_is_full_is_told_and_met_with_less(
         train(run_of(1, *options, *batch, "train.halve_on_oom=true"), tmp_path / "run")
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert "activations and the rest" in capfd.readouterr().err
+    assert "activations and workspace" in capfd.readouterr().err
     assert int((tmp_path / "run" / "micro_batch").read_text()) < 64
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists()

@@ -1,4 +1,4 @@
-"""Saves behind the training: nothing half written, nothing lost, nothing silent."""
+"""Asynchronous checkpointing: nothing half written, nothing lost, nothing silent."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from longspan.cli import main
 from longspan.errors import Stopped, UserError
 from longspan.parallel.world import World
 from longspan.training import train
-from longspan.training.stopping import Requests
+from longspan.training.signals import StopRequests
 from tests.harness import Ranks
 from tests.parallel.test_apply import run_of
 
@@ -37,27 +37,27 @@ def checkpoints(run_dir: Path) -> list[str]:
     return sorted(path.name for path in (run_dir / "checkpoints").iterdir())
 
 
-def test_behind_the_training_the_same_bytes_are_written(tmp_path: Path) -> None:
-    train_here(tmp_path / "behind")
-    train_here(tmp_path / "at-once", "checkpoint.async_save=false")
+def test_asynchronous_saves_write_the_same_bytes(tmp_path: Path) -> None:
+    train_here(tmp_path / "async")
+    train_here(tmp_path / "sync", "checkpoint.async_save=false")
     for step in (4, 6):
-        assert files_of(tmp_path / "behind", step) == files_of(tmp_path / "at-once", step)
-    assert checkpoints(tmp_path / "behind") == ["step-00000004", "step-00000006"]
+        assert files_of(tmp_path / "async", step) == files_of(tmp_path / "sync", step)
+    assert checkpoints(tmp_path / "async") == ["step-00000004", "step-00000006"]
 
 
 @pytest.mark.gpu
-def test_from_a_gpu_the_same_bytes_are_written_and_resumed(tmp_path: Path) -> None:
+def test_from_a_gpu_asynchronous_saves_write_the_same_bytes(tmp_path: Path) -> None:
     gpu = ["train.device=cuda", "train.precision=bf16"]
-    train_here(tmp_path / "behind", *gpu)
-    train_here(tmp_path / "at-once", *gpu, "checkpoint.async_save=false")
+    train_here(tmp_path / "async", *gpu)
+    train_here(tmp_path / "sync", *gpu, "checkpoint.async_save=false")
     for step in (4, 6):
-        assert files_of(tmp_path / "behind", step) == files_of(tmp_path / "at-once", step)
-    shutil.rmtree(tmp_path / "behind" / "checkpoints" / "step-00000006")
-    train_here(tmp_path / "behind", *gpu, resume=True)
-    assert files_of(tmp_path / "behind", 6) == files_of(tmp_path / "at-once", 6)
+        assert files_of(tmp_path / "async", step) == files_of(tmp_path / "sync", step)
+    shutil.rmtree(tmp_path / "async" / "checkpoints" / "step-00000006")
+    train_here(tmp_path / "async", *gpu, resume=True)
+    assert files_of(tmp_path / "async", 6) == files_of(tmp_path / "sync", 6)
 
 
-def test_some_are_kept_for_good(tmp_path: Path) -> None:
+def test_some_checkpoints_are_kept_for_good(tmp_path: Path) -> None:
     train_here(tmp_path / "run", "checkpoint.keep=1", "checkpoint.keep_every=4")
     assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
 
@@ -89,7 +89,7 @@ def test_a_full_disk_does_not_end_the_training(
     assert files_of(tmp_path / "run", 6) == files_of(tmp_path / "unbroken", 6)
 
 
-def test_a_save_is_tried_again_before_the_next_is_due(
+def test_a_failed_save_is_retried_before_the_next_is_due(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(writing, "save_file", full_disk(1))
@@ -119,7 +119,7 @@ def test_a_save_that_is_slower_than_the_training_is_waited_for(
         may_write.wait(60)
         real(tensors, path)
 
-    said = "the checkpoint of step 2 is still being written: waiting"
+    message = "still writing the checkpoint of step 2: waiting"
     monkeypatch.setattr(writing, "save_file", save)
     from longspan.training.saving import Saver
 
@@ -131,7 +131,7 @@ def test_a_save_that_is_slower_than_the_training_is_waited_for(
 
     monkeypatch.setattr(Saver, "finish", finish_then)
     train_here(tmp_path / "run")
-    assert said in capfd.readouterr().err
+    assert message in capfd.readouterr().err
     assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
 
 
@@ -146,7 +146,9 @@ def fail_on_the_second(rank: int, world: int, run_dir: str) -> None:
         writing.save_file = real
 
 
-def test_all_ranks_give_up_what_one_could_not_write(ranks: Ranks, tmp_path: Path) -> None:
+def test_all_ranks_discard_what_one_could_not_write(
+    ranks: Ranks, tmp_path: Path
+) -> None:
     ranks.run(fail_on_the_second, 2, str(tmp_path / "run"))
     assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
 
@@ -155,7 +157,7 @@ DAMAGES = ["flip", "truncate", "remove", "manifest", "no manifest"]
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
+def test_a_damaged_checkpoint_is_quarantined_and_the_one_before_used(
     tmp_path: Path, damage: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     train_here(tmp_path / "run")
@@ -175,20 +177,20 @@ def test_a_damaged_checkpoint_is_set_aside_and_the_one_before_used(
     train_here(tmp_path / "run", resume=True)
     error = capfd.readouterr().err
     assert "step-00000006: " in error
-    assert "it is set aside" in error
+    assert "it is quarantined" in error
     assert "resuming at step 4" in error
     assert files_of(tmp_path / "run", 6) == unbroken
     assert "bad-step-00000006" in checkpoints(tmp_path / "run")
 
 
-def test_without_a_whole_one_nothing_is_begun_anew(tmp_path: Path) -> None:
+def test_without_an_intact_checkpoint_nothing_restarts_from_scratch(tmp_path: Path) -> None:
     train_here(tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         (path / "manifest.json").unlink()
-    with pytest.raises(UserError, match=r"no checkpoint in .* is whole; 2 were set aside"):
+    with pytest.raises(UserError, match=r"no checkpoint in .* is intact; 2 were quarantined"):
         train_here(tmp_path / "run", resume=True)
     shutil.rmtree(tmp_path / "run" / "checkpoints")
-    train_here(tmp_path / "run", resume=True)  # none at all: from the start
+    train_here(tmp_path / "run", resume=True)  # none at all: from step 0
 
 
 def test_a_file_in_the_folder_asks_for_a_checkpoint_and_another_to_stop(
@@ -254,7 +256,7 @@ def rank_that_cannot_read(rank: int, world: int, run_dir: str, kind: str) -> str
     real = reading.sha256_of, state.quarantine
     if kind == "read" and rank == 1:
         reading.sha256_of = fail
-    if kind == "aside":
+    if kind == "quarantine":
         state.quarantine = stay
     run = run_of(world, *SHORT, EVERY, "layout.zero=3")
     try:
@@ -265,31 +267,31 @@ def rank_that_cannot_read(rank: int, world: int, run_dir: str, kind: str) -> str
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", ["read", "aside", "all bad", "another version"])
-def test_what_may_pass_ends_all_ranks_and_nothing_is_set_aside(
+@pytest.mark.parametrize("kind", ["read", "quarantine", "all bad", "another version"])
+def test_a_transient_error_ends_all_ranks_and_nothing_is_quarantined(
     ranks: Ranks, tmp_path: Path, kind: str
 ) -> None:
     train_here(tmp_path / "run")
     before = checkpoints(tmp_path / "run")
     for path in (tmp_path / "run" / "checkpoints").iterdir():
         manifest = path / "manifest.json"
-        if kind in ("aside", "all bad"):
+        if kind in ("quarantine", "all bad"):
             manifest.unlink()
         if kind == "another version":
             manifest.write_text(manifest.read_text().replace("checkpoint-3", "checkpoint-9"))
-    said = ranks.run(rank_that_cannot_read, 2, str(tmp_path / "run"), kind, timeout=60)
+    messages = ranks.run(rank_that_cannot_read, 2, str(tmp_path / "run"), kind, timeout=60)
     expected = {
         "read": ("another rank could not read", "Input/output error"),
-        "aside": ("Read-only file system", "cannot use the checkpoint"),
-        "all bad": ("is whole; 2 were set aside",) * 2,
+        "quarantine": ("Read-only file system", "cannot use the checkpoint"),
+        "all bad": ("is intact; 2 were quarantined",) * 2,
         "another version": ("its format is longspan-checkpoint-9",) * 2,
     }
-    assert all(part in text for part, text in zip(expected[kind], said, strict=True))
+    assert all(part in text for part, text in zip(expected[kind], messages, strict=True))
     after = checkpoints(tmp_path / "run")
     assert after == ([f"bad-{name}" for name in before] if kind == "all bad" else before)
 
 
-def test_a_checkpoint_under_another_s_name_is_none(tmp_path: Path) -> None:
+def test_a_checkpoint_under_another_name_is_refused(tmp_path: Path) -> None:
     train_here(tmp_path / "run")
     folder = tmp_path / "run" / "checkpoints"
     shutil.copytree(folder / "step-00000004", folder / "step-00000100")
@@ -299,7 +301,7 @@ def test_a_checkpoint_under_another_s_name_is_none(tmp_path: Path) -> None:
     assert checkpoints(tmp_path / "run") == names
 
 
-def test_an_old_one_that_cannot_be_removed_is_said(
+def test_an_old_checkpoint_that_cannot_be_removed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: object) -> None:
@@ -313,24 +315,24 @@ def test_an_old_one_that_cannot_be_removed_is_said(
 
 def test_a_request_that_cannot_be_removed_counts_once(tmp_path: Path) -> None:
     (tmp_path / "SAVE").mkdir()
-    with Requests(tmp_path) as requests:
-        assert requests.look() == (False, True)
-        assert requests.look() == (False, False)
+    with StopRequests(tmp_path) as requests:
+        assert requests.poll() == (False, True)
+        assert requests.poll() == (False, False)
 
 
 def test_a_kill_while_one_is_replaced_loses_neither(tmp_path: Path) -> None:
-    parts = {"model/a": TensorShard.full(torch.zeros(3))}
-    path = save(tmp_path, 5, parts, {})
+    shards = {"model/a": TensorShard.full(torch.zeros(3))}
+    path = save(tmp_path, 5, shards, {})
     path.rename(tmp_path / ".step-00000005.replaced")  # killed here
     (tmp_path / ".step-00000005.tmp").mkdir()
     remove_leftovers(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
-    save(tmp_path, 5, parts, {"again": 1})
+    save(tmp_path, 5, shards, {"again": 1})
     assert open_checkpoint(path).state == {"again": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000005"]
 
 
-def test_the_history_tells_what_a_failure_lost(
+def test_the_history_records_what_a_failure_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     from longspan.training import loop

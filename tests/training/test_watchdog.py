@@ -1,4 +1,4 @@
-"""A watchdog that has nothing to tell still ends what hangs."""
+"""A watchdog ends a process that hangs, even if it cannot report why."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ with Watchdog(Path(sys.argv[1]), World(), 1.0, 0):
 
 
 @pytest.mark.parametrize("how", ["reached", "at no point", "history unwritable"])
-def test_a_hang_ends_whatever_can_be_told(tmp_path: Path, how: str) -> None:
+def test_a_hang_ends_whatever_can_be_reported(tmp_path: Path, how: str) -> None:
     if how == "history unwritable":
         (tmp_path / "history.jsonl").mkdir()
     command = [sys.executable, "-c", HANG, str(tmp_path), how]
     done = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
     assert done.returncode == 1
-    assert "nothing has moved on rank 0 for 1 s" in done.stderr
+    assert "no progress on rank 0 for 1 s" in done.stderr

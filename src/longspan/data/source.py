@@ -61,6 +61,7 @@ class Source(ABC):
     """A source of training and validation samples."""
 
     tokenizer: Tokenizer | None
+    context: int
     fingerprint: str
     """SHA-256 that identifies the data."""
 

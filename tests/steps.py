@@ -1,0 +1,90 @@
+"""Training steps without a run folder: what a rank computes in a few of them, to be compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from longspan.checkpoint import TensorShard
+from longspan.config import Run
+from longspan.data import Source, open_source
+from longspan.device import autocast, resolve
+from longspan.engines import open_engine
+from longspan.parallel.mesh import open_mesh
+from longspan.parallel.world import World
+from longspan.training.evaluation import Evaluation
+from longspan.training.guard import Guard
+from longspan.training.signals import StopRequests
+from longspan.training.state import TrainState, resume_key
+from longspan.training.step import train_step
+
+CPU = torch.device("cpu")
+
+
+@contextmanager
+def open_state(run: Run, rank: int = 0, world: int = 1) -> Iterator[tuple[TrainState, Source]]:
+    """A run's state before its first step, on one rank, and its data."""
+    run = resolve(run, CPU)
+    source = open_source(run.data, run.model)
+    torch.manual_seed(run.train.seed)
+    with open_mesh(run.layout, World(rank, world, rank), CPU) as mesh:
+        engine = open_engine(run, mesh, CPU, lambda: autocast(run.train))
+        yield TrainState(engine, mesh, Guard(0.0, CPU), resume_key(run, source)), source
+
+
+class Steps(NamedTuple):
+    """What a rank saw of some steps."""
+
+    losses: Tensor
+    """(steps, 2): the loss and the gradient norm before clipping."""
+    validation_loss: float | None
+    shards: dict[str, TensorShard]
+    """The weights that this rank saves after the last step."""
+
+
+def take_steps(rank: int, world: int, run: Run, count: int) -> Steps:
+    """Take `count` steps of `run` on one rank, and evaluate."""
+    run = resolve(run, CPU)
+    with open_state(run, rank, world) as (state, source):
+        steps = [train_step(state, source, run.train, CPU) for _ in range(count)]
+        evaluation = Evaluation(state.engine, source, run.train, CPU, state.mesh)
+        loss = evaluation.loss(StopRequests(None))
+        shards = {
+            name: TensorShard(shard.values.clone(), shard.shape, shard.region)
+            for name, shard in state.tensor_shards().items()
+            if name.startswith("model/")
+        }
+    return Steps(torch.tensor([[float(x) for x in step] for step in steps]).double(), loss, shards)
+
+
+def full_weights(ranks: Sequence[Steps]) -> dict[str, Tensor]:
+    """The full tensors of which ranks hold shards; every element must come exactly once."""
+    full: dict[str, Tensor] = {}
+    counts: dict[str, int] = {}
+    for rank in ranks:
+        for key, shard in rank.shards.items():
+            name = key.split("#")[0]
+            whole = full.setdefault(name, torch.full(shard.shape, torch.nan))
+            region = shard.region
+            index = tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))
+            whole[index] = shard.values
+            counts[name] = counts.get(name, 0) + shard.values.numel()
+    assert counts == {name: x.numel() for name, x in full.items()}
+    return full
+
+
+def assert_same_steps(ranks: Sequence[Steps], alone: Steps) -> None:
+    """Hold the ranks of a layout to one process: losses, gradient norms and weights."""
+    for rank in ranks:
+        torch.testing.assert_close(rank.losses, alone.losses, rtol=1e-5, atol=0)
+        assert rank.validation_loss == ranks[0].validation_loss
+    assert alone.validation_loss is not None
+    assert abs(ranks[0].validation_loss / alone.validation_loss - 1) < 1e-5  # type: ignore[operator]
+    weights, expected = full_weights(ranks), full_weights([alone])
+    assert weights.keys() == expected.keys()
+    for name, weight in weights.items():
+        assert (weight - expected[name]).norm() <= 1e-4 * expected[name].norm(), name
