@@ -1,13 +1,15 @@
-"""Atomic writes and checksums: a file or folder under its final name is always complete."""
+"""Atomic writes, checksums and JSON lines: a file under its final name is always complete."""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 
 def sha256_of(path: Path) -> str:
@@ -46,6 +48,21 @@ def atomic_write_text(path: Path, text: str) -> None:
     temporary.write_text(text, encoding="utf-8")
     fsync(temporary)
     temporary.replace(path)
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """Read the objects of a JSON Lines file, without lines that a crash truncated."""
+    if not path.exists():
+        return []
+    objects = []
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            value = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            objects.append(value)
+    return objects
 
 
 def fsync(path: Path) -> None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from longspan.files import read_json_lines
+
 HISTORY = "history.jsonl"
 """The name of the file in a run's folder."""
 STOP_REQUESTED = "stop requested"
@@ -34,17 +36,8 @@ class History:
 
     def events(self) -> list[dict[str, Any]]:
         """Read all events, without lines that a crash truncated."""
-        if self._path is None or not self._path.exists():
-            return []
-        events = []
-        for text in self._path.read_text(encoding="utf-8", errors="replace").splitlines():
-            try:
-                event = json.loads(text)
-            except ValueError:
-                continue
-            if isinstance(event, dict) and {"time", "event", "step"} <= event.keys():
-                events.append(event)
-        return events
+        lines = read_json_lines(self._path) if self._path is not None else []
+        return [line for line in lines if {"time", "event", "step"} <= line.keys()]
 
 
 def exit_reason(events: Sequence[Mapping[str, Any]]) -> str | None:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from longspan.files import atomic_write_text
+from longspan.files import atomic_write_text, read_json_lines
 
 
 class MetricsFile:
@@ -47,14 +47,4 @@ def _encode(line: dict[str, Any]) -> str:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Read the lines of a metrics file, without those that a crash truncated."""
-    if not path.exists():
-        return []
-    lines = []
-    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
+    return [line for line in read_json_lines(path) if isinstance(line.get("step"), int)]
