@@ -234,7 +234,7 @@ def test_a_resumed_run_that_hangs_exits_and_names_the_rank(
     environment = {**os.environ, FAULT: f"hang@{point}:1:4", FAULT_LOG: str(tmp_path / "fault")}
     options = [*ENDLESS, "checkpoint.every=0", "train.hang_timeout_s=6", "--resume", str(stopped)]
     done = subprocess.run(
-        [*TRAIN, *options], env=environment, capture_output=True, text=True, timeout=120,
+        [*TRAIN, *options], env=environment, capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
     assert done.returncode == 1
