@@ -111,7 +111,7 @@ def default_process_group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
 
 
-def fake_store() -> dist.Store:
+def fake_store() -> Any:
     """A store for `init_process_group("fake", ...)`: a world without processes, for planning."""
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 

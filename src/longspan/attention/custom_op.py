@@ -161,8 +161,7 @@ def _both(query_ids: Tensor | None, key_ids: Tensor | None) -> tuple[Tensor, Ten
     return None if query_ids is None or key_ids is None else (query_ids, key_ids)
 
 
-@torch.library.custom_op("longspan::branch_attention", mutates_args=())
-def branch_attention(
+def _flat_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -180,8 +179,7 @@ def branch_attention(
     return _forward(q, k, v, query_ids, key_ids, pattern, is_causal, scale, backend)
 
 
-@torch.library.custom_op("longspan::branch_attention_backward", mutates_args=())
-def branch_attention_backward(
+def _flat_backward(
     grad_out: Tensor,
     q: Tensor,
     k: Tensor,
@@ -201,6 +199,14 @@ def branch_attention_backward(
     tensors = grad_out, q, k, v, query_ids, key_ids, out, lse
     pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
     return _backward(*tensors, pattern, is_causal, scale, backend)
+
+
+branch_attention = torch.library.custom_op(
+    "longspan::branch_attention", _flat_forward, mutates_args=()
+)
+branch_attention_backward = torch.library.custom_op(
+    "longspan::branch_attention_backward", _flat_backward, mutates_args=()
+)
 
 
 @branch_attention.register_fake

@@ -23,12 +23,14 @@ from longspan.torch_internals import (
 )
 
 
-def has_flash_kernel(x: Tensor) -> bool:
-    """Whether `attend_partial` supports queries like `x`."""
-    if x.device.type == "cpu":
-        return x.is_floating_point()
+def has_flash_kernel(q: Tensor, scale: float) -> bool:
+    """Whether `attend_partial` supports these queries; the kernels need a positive scale."""
+    if scale <= 0:
+        return False
+    if q.device.type == "cpu":
+        return q.is_floating_point()
     half = (torch.float16, torch.bfloat16)
-    return x.device.type == "cuda" and x.dtype in half and x.shape[-1] <= 256
+    return q.device.type == "cuda" and q.dtype in half and q.shape[-1] <= 256
 
 
 def attend_partial(

@@ -7,7 +7,7 @@ and, if several are possible, the bytes that the rank with the most traffic rece
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Literal
 
 import torch
@@ -68,15 +68,16 @@ def attend_sharded(
         )
     check_mask(q, mask, shards.tokens)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    has_kernels = _has_kernels(q, mask, scale)
+    has_kernels = mask.is_pattern_only and has_flash_kernel(q, scale)
     heads, name = Heads(q.shape[2], k.shape[2]), group.group_name
+    attend_local = partial(attend_checked, mask=mask, scale=scale)
     match _choose(mask, shards, heads, has_kernels).name:
         case "local":
-            return attend_checked(q, k, v, mask, scale)
+            return attend_local(q, k, v)
         case "ring":
             return ring_attention(q, k, v, is_causal, scale, shards, rank, name)
         case "ulysses":
-            return ulysses_attention(q, k, v, mask, scale, shards, rank, name)
+            return ulysses_attention(q, k, v, attend_local, shards, rank, name)
         case "sparse_kv":
             return sparse_kv_attention(q, k, v, mask, scale, shards, rank, name, has_kernels)
 
@@ -100,13 +101,8 @@ def choose_strategy(
     "ulysses": an all-to-all exchanges tokens for heads before attention and back after it.
     """
     mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p)
-    heads = Heads(q.shape[2], k.shape[2])
-    return _choose(mask, shards, heads, _has_kernels(q, mask, scale))
-
-
-def _has_kernels(q: Tensor, mask: Mask, scale: float) -> bool:
-    """Whether partials can be computed in flash kernels, which know no other mask."""
-    return mask.is_pattern_only and scale > 0 and has_flash_kernel(q)
+    has_kernels = mask.is_pattern_only and has_flash_kernel(q, scale)
+    return _choose(mask, shards, Heads(q.shape[2], k.shape[2]), has_kernels)
 
 
 def _choose(mask: Mask, shards: Shards, heads: Heads, has_kernels: bool) -> Strategy:

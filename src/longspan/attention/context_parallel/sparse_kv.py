@@ -36,20 +36,18 @@ def sparse_kv_attention(
     group: str, has_kernels: bool,
 ) -> Tensor:  # fmt: skip
     """q (batch, local tokens, heads, head_dim); k, v the same with a divisor of q's heads."""
-    pattern, heads = mask.pattern, Heads(q.shape[2], k.shape[2])
+    pattern, heads, local = mask.pattern, Heads(q.shape[2], k.shape[2]), shards.local_range(rank)
     exchange = plan_exchange(pattern, shards, rank, heads, mask.is_causal, q.device)
     # Ranks may differ here: both paths send and receive the same rows.
     if has_kernels and mask.is_causal and isinstance(pattern, Dilated) and pattern.blocks is None:
-        split = split_dilated(pattern, shards, rank, heads, q.device)
+        split = split_dilated(pattern, local, heads, exchange, q.device)
         if split is not None:
             out: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
                 q, k, v, split, exchange, scale, group
             )
             return out
     k_rows, v_rows = _Receive.apply(k, v, exchange, group)  # type: ignore[no-untyped-call]
-    return _attend_reference(
-        q, k, v, k_rows, v_rows, mask, scale, exchange, shards.local_range(rank), shards.tokens
-    )
+    return _attend_reference(q, k, v, k_rows, v_rows, mask, scale, exchange, local, shards.tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +83,9 @@ class DilatedSplit:
 @lru_cache(maxsize=64)
 @torch.inference_mode(False)
 def split_dilated(
-    pattern: Dilated, shards: Shards, rank: int, heads: Heads, device: torch.device
+    pattern: Dilated, local: range, heads: Heads, exchange: KVExchange, device: torch.device
 ) -> DilatedSplit | None:
     """None if a segment from an earlier shard ends inside this one, or residues are not aligned."""
-    local = shards.local_range(rank)
-    exchange = plan_exchange(pattern, shards, rank, heads, True, device)
     lengths, pairs = [], []
     for w, r in pattern.branches:
         start = local.start // w * w

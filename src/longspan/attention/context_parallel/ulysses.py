@@ -1,11 +1,12 @@
 """Ulysses: an all-to-all over heads gives each rank all tokens of some heads.
 
-Tokens are exchanged for heads before attention and heads for tokens after it. In between it is
-attention in one process, with any mask.
+Tokens are exchanged for heads before attention and heads for tokens after it. In between any local
+attention runs, with any mask.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,8 +14,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention.context_parallel.shards import Heads, Shards
-from longspan.attention.functional import attend_checked
-from longspan.attention.mask import Mask
 from longspan.torch_internals import all_to_all_async, wait
 
 
@@ -24,15 +23,23 @@ def can_split_heads(heads: Heads, ranks: int) -> bool:
 
 
 def ulysses_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, shards: Shards, rank: int, group: str
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attend_local: Callable[[Tensor, Tensor, Tensor], Tensor],
+    shards: Shards,
+    rank: int,
+    group: str,
 ) -> Tensor:
-    """q (batch, local tokens, heads, head_dim); k, v the same with a divisor of q's heads."""
+    """q (batch, local tokens, heads, head_dim); k, v the same with a divisor of q's heads.
+
+    `attend_local` is called with all tokens of this rank's heads.
+    """
     copies = max(1, shards.ranks // k.shape[2])
     if copies > 1:  # a key head that several ranks read is sent to each of them
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
     lengths = tuple(shards.length(i) for i in range(shards.ranks))
-    all_q, all_k, all_v = (_all_to_all(x, True, lengths, rank, group) for x in (q, k, v))
-    out = attend_checked(all_q, all_k, all_v, mask, scale)
+    out = attend_local(*(_all_to_all(x, True, lengths, rank, group) for x in (q, k, v)))
     return _all_to_all(out, False, lengths, rank, group)
 
 
