@@ -51,7 +51,9 @@ def take_steps(rank: int, world: int, run: Run, count: int) -> Steps:
     run = resolve(run, CPU)
     with open_state(run, rank, world) as (state, source):
         steps = [train_step(state, source, run.train, CPU) for _ in range(count)]
-        evaluation = Evaluation(state.engine, source, run.train, CPU, state.mesh)
+        evaluation = Evaluation(
+            state.engine, source, run.train, CPU, state.mesh, lambda: autocast(run.train)
+        )
         loss = evaluation.loss(StopRequests(None))
         shards = {
             name: TensorShard(shard.values.clone(), shard.shape, shard.region)

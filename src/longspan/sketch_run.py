@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from longspan.checkpoint import CHECKPOINTS, TensorShard, latest, open_checkpoin
 from longspan.checkpoint.format import MANIFEST
 from longspan.config import Run, Sketch
 from longspan.data import Sample, Source, collate, open_source
+from longspan.device import autocast
 from longspan.errors import UserError
 from longspan.files import sha256_of
 from longspan.models import Decoder
@@ -46,7 +48,8 @@ class TrainedRun:
     def loss(self) -> float:
         """The validation loss, in nats per token."""
         device = self.model.norm.weight.device
-        loss = validation_loss(self.model, self.validation, self.run.train, device)
+        train, precision = self.run.train, partial(autocast, self.run.train)
+        loss = validation_loss(self.model, self.validation, train.micro_batch, device, precision)
         assert loss is not None
         return loss
 

@@ -20,9 +20,8 @@ from longspan.benchmarks.measure import machine, open_console, require_cuda, wri
 from longspan.config import Run
 from longspan.data import open_source
 from longspan.device import autocast, resolve
-from longspan.engines import NativeEngine
+from longspan.engines import open_engine
 from longspan.errors import UserError
-from longspan.models import new_decoder
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World
 from longspan.planning import memory_per_rank
@@ -80,7 +79,7 @@ def _measure(run: Run, world: int) -> tuple[int, int]:
     source, before = open_source(run.data, run.model), _cublas_workspace(device)
     with open_mesh(run.layout, World(0, world, 0), device) as mesh:
         context = partial(autocast, run.train)
-        engine = NativeEngine(new_decoder(run), mesh, run.layout, run.train, device, context)
+        engine = open_engine(run, mesh, device, context)
         state = TrainState(engine, mesh, Guard(0.0, device))
         for _ in range(3):
             torch.cuda.reset_peak_memory_stats()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 
 from longspan.config import Run
 from longspan.engines.native import NativeEngine
+from longspan.engines.optimizer import build_optimizer
 from longspan.engines.protocol import Engine, InferenceModel
+from longspan.engines.settings import accelerate_mode, deepspeed_settings
 from longspan.models import new_decoder
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
@@ -26,20 +29,18 @@ def open_engine(
 
     `forward_context`: makes the context of a forward pass in training.
     """
-    model = new_decoder(run)
+    model, make_optimizer = new_decoder(run), partial(build_optimizer, train=run.train)
+    common = (model, mesh, run.train, device, make_optimizer, forward_context)
+    mode = accelerate_mode(run.engine.mode, mesh.ranks["shard"])
     if run.engine.name == "native":
-        return NativeEngine(model, mesh, run.layout, run.train, device, forward_context)
-
-    from longspan.engines.settings import accelerate_mode, deepspeed_settings
-
-    mode = accelerate_mode(run, mesh.world.size) if run.engine.name == "accelerate" else None
-    if mode in ("plain", "fsdp2"):
+        return NativeEngine(*common, run.layout)
+    if run.engine.name == "accelerate" and mode != "deepspeed":
         from longspan.engines.accelerate import AccelerateEngine
 
-        return AccelerateEngine(model, mesh, run.train, device, forward_context, mode)
+        return AccelerateEngine(*common, mode)
     from longspan.engines.accelerate import AccelerateDeepSpeedEngine
     from longspan.engines.deepspeed import DeepSpeedEngine
 
-    kind = DeepSpeedEngine if mode is None else AccelerateDeepSpeedEngine
     settings = deepspeed_settings(run, mesh.world.size)
-    return kind(model, mesh, run.train, device, forward_context, settings)
+    kind = DeepSpeedEngine if run.engine.name == "deepspeed" else AccelerateDeepSpeedEngine
+    return kind(*common, settings)

@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 from longspan.config import Train
 from longspan.engines.deepspeed import DeepSpeedEngine
 from longspan.engines.native import NativeEngine
-from longspan.engines.optimizer import build_optimizer
+from longspan.engines.protocol import MakeOptimizer
 from longspan.engines.settings import Settings
 from longspan.errors import UserError
 from longspan.models import Decoder
-from longspan.models.decoder import initialize
+from longspan.models.decoder import allocate, initialize
 from longspan.parallel.apply import apply_to_blocks
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
@@ -46,6 +46,7 @@ class AccelerateEngine(NativeEngine):
         mesh: ParallelMesh,
         train: Train,
         device: torch.device,
+        make_optimizer: MakeOptimizer,
         forward_context: ForwardContext,
         mode: str,
     ) -> None:
@@ -62,9 +63,10 @@ class AccelerateEngine(NativeEngine):
             )
         self._accelerator = _accelerator(library, device, fsdp_plugin=plugin)
         _check(self._accelerator, mode, mesh.world.size)
-        initialize(model, train.seed, device)
+        allocate(model, device)
+        initialize(model, train.seed, model.named_parameters())
         apply_to_blocks(model, train)
-        self.module, optimizer = self._accelerator.prepare(model, build_optimizer(model, train))
+        self.module, optimizer = self._accelerator.prepare(model, make_optimizer(model))
         wrapper = {"fsdp2": FSDPModule, "plain": DistributedDataParallel}[mode]
         is_wrapped = mesh.world.size > 1 or mode == "fsdp2"
         if is_wrapped and not isinstance(self.module, wrapper):

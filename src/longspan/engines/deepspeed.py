@@ -28,12 +28,11 @@ from longspan.config import Train
 from longspan.data import Sample, collate
 from longspan.engines.deepspeed_internals import Fragment, ZeroPartitions, silence
 from longspan.engines.loss_scale import LossScale
-from longspan.engines.optimizer import build_optimizer
-from longspan.engines.protocol import InferenceModel, ReadTensor, StepCheck
+from longspan.engines.protocol import InferenceModel, MakeOptimizer, ReadTensor, StepCheck
 from longspan.engines.settings import Settings
 from longspan.errors import UserError
 from longspan.models import Decoder, parameter_shapes
-from longspan.models.decoder import initial_weight, initialize
+from longspan.models.decoder import allocate, initial_weight, initialize
 from longspan.nn import logits_of
 from longspan.parallel.apply import apply_to_blocks, named_parameters
 from longspan.parallel.grad_norm import clip_grad_norm
@@ -62,6 +61,7 @@ class DeepSpeedEngine:
         mesh: ParallelMesh,
         train: Train,
         device: torch.device,
+        make_optimizer: MakeOptimizer,
         forward_context: ForwardContext,
         settings: Settings,
     ) -> None:
@@ -79,7 +79,7 @@ class DeepSpeedEngine:
         self._deepspeed.init_distributed(verbose=False)
         self.model = self._build(model, settings)
         apply_to_blocks(self.model, train)
-        self.optimizer = build_optimizer(self.model, train)
+        self.optimizer = make_optimizer(self.model)
         self.optimizer.register_step_pre_hook(self._before_update)
         self._engine = self._initialize(settings)
         self._partitions = ZeroPartitions(self._engine, self._stage, mesh.world.rank)
@@ -94,7 +94,8 @@ class DeepSpeedEngine:
 
     def _build(self, model: Decoder, settings: Settings) -> Decoder:
         if self._stage < 3:
-            initialize(model, self._seed, self._device)
+            allocate(model, self._device)
+            initialize(model, self._seed, model.named_parameters())
             return model
         with self._deepspeed.zero.Init(config_dict_or_path=settings):  # shards module by module
             return Decoder(model.config, model.pattern, model.context)

@@ -17,12 +17,11 @@ from longspan.config import Layout, Train
 from longspan.data import Sample, collate
 from longspan.engines.loss_scale import grad_scaler
 from longspan.engines.optimizer import (
-    build_optimizer,
     load_optimizer_tensor,
     optimizer_state,
     step_unless,
 )
-from longspan.engines.protocol import InferenceModel, ReadTensor, StepCheck
+from longspan.engines.protocol import InferenceModel, MakeOptimizer, ReadTensor, StepCheck
 from longspan.models import Decoder, parameter_shapes
 from longspan.parallel.apply import materialize, named_parameters, parallelize
 from longspan.parallel.dtensor import local_offset, to_local
@@ -42,15 +41,16 @@ class NativeEngine:
         self,
         model: Decoder,
         mesh: ParallelMesh,
-        layout: Layout,
         train: Train,
         device: torch.device,
-        forward_context: ForwardContext = nullcontext,
+        make_optimizer: MakeOptimizer,
+        forward_context: ForwardContext,
+        layout: Layout,
     ) -> None:
         self._prepare(model, mesh, train, device, forward_context)
         module = parallelize(model, mesh, layout, train, forward_context)
         self.module = materialize(module, model, mesh, layout, train, device)
-        self.optimizer = build_optimizer(model, train)
+        self.optimizer = make_optimizer(model)
 
     def _prepare(
         self,

@@ -13,6 +13,8 @@ from longspan.checkpoint import Region, TensorShard
 from longspan.data import Sample
 from longspan.models import Decoder
 
+MakeOptimizer = Callable[[nn.Module], Optimizer]
+"""Builds the optimizer of a model that an engine has parallelized."""
 ReadTensor = Callable[[str, Region], Tensor]
 """Reads a region of a named tensor, from wherever it is stored."""
 

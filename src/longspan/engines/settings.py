@@ -188,16 +188,16 @@ def _merged(base: Settings, overrides: Mapping[str, Any]) -> Settings:
     return merged
 
 
-def accelerate_mode(run: Run, world: int) -> str:
+def accelerate_mode(mode: str, shard_ranks: int) -> str:
     """`engine.mode`, with "auto" resolved: FSDP2 if ranks shard, else plain data parallelism."""
-    if run.engine.mode != "auto":
-        return run.engine.mode
-    return "fsdp2" if run.layout.resolve(world)["shard"] > 1 else "plain"
+    if mode != "auto":
+        return mode
+    return "fsdp2" if shard_ranks > 1 else "plain"
 
 
 def accelerate_settings(run: Run, world: int) -> Settings:
     """Accelerate's configuration for `accelerate launch`, of a run whose device is resolved."""
-    mode = accelerate_mode(run, world)
+    mode = accelerate_mode(run.engine.mode, run.layout.resolve(world)["shard"])
     on_gpu = run.train.device == "cuda"
     plain = "NO" if world == 1 else "MULTI_GPU" if on_gpu else "MULTI_CPU"
     settings: Settings = {

@@ -6,6 +6,7 @@ Shape suffixes: B batch, N tokens, H query heads, G key/value heads, D head_dim,
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -161,16 +162,25 @@ def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
 def build_decoder(run: Run, device: torch.device) -> Decoder:
     """The run's model on `device`, initialised from `train.seed`."""
     model = new_decoder(run)
-    initialize(model, run.train.seed, device)
+    allocate(model, device)
+    initialize(model, run.train.seed, model.named_parameters())
     return model
 
 
-def initialize(model: Decoder, seed: int, device: torch.device) -> None:
-    """Allocate a whole model that is on the meta device, and initialise its weights."""
-    allocate(model, device)
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            weight.copy_(initial_weight(model.config, seed, name, weight.shape))
+@torch.no_grad()
+def initialize(
+    model: Decoder,
+    seed: int,
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    distribute: Callable[[Tensor, Tensor], Tensor] = lambda full, _: full,
+) -> None:
+    """Initialise `parameters`, by their names in one process.
+
+    `distribute(full, parameter)` gives the shard of a full initial value that a rank holds.
+    """
+    for name, parameter in parameters:
+        full = initial_weight(model.config, seed, name, parameter.shape)
+        parameter.copy_(distribute(full, parameter))
 
 
 def create_model(*items: str, device: torch.device | str = "cpu") -> Decoder:

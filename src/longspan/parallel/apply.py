@@ -42,12 +42,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longspan.config import Layout, Train
 from longspan.device import DTYPES
-from longspan.models import Decoder
-from longspan.models.decoder import allocate, initial_weight
+from longspan.models import Decoder, stage_flops
+from longspan.models.decoder import allocate, initialize
 from longspan.parallel.activation_checkpointing import checkpointed
 from longspan.parallel.dtensor import distribute_like
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext, PipelinedDecoder, drop_remote_layers
+from longspan.parallel.pipeline_schedule import plan_stages
 from longspan.parallel.sequence import apply_sequence_parallel
 from longspan.parallel.tensor import apply_tensor_parallel
 from longspan.sketching import SKLinear
@@ -66,17 +67,19 @@ def parallelize(
     Returns the module that a training step calls: `model`, or its pipeline stages, which enter
     `forward_context` themselves.
     """
-    is_pipelined = mesh.ranks["pipeline"] > 1
-    if is_pipelined:
-        drop_remote_layers(model, layout, mesh["pipeline"])
+    stages = None
+    if mesh.ranks["pipeline"] > 1:
+        flops = stage_flops(model.config, model.pattern, model.context)
+        stages = plan_stages(layout, model.config.layers, flops, mesh.ranks["pipeline"])
+        drop_remote_layers(model, stages, mesh["pipeline"].get_local_rank())
     if mesh.sequence_group is not None:
         apply_sequence_parallel(model, mesh.sequence_group, mesh.ranks["tensor"])
     if mesh.ranks["tensor"] > 1:
         apply_tensor_parallel(model, mesh["tensor"], layout.megatron_sequence_parallel)
     apply_to_blocks(model, train, communicates=mesh.sequence_group is not None)
     module: nn.Module = model
-    if is_pipelined:
-        module = PipelinedDecoder(model, layout, mesh["pipeline"], forward_context)
+    if stages is not None:
+        module = PipelinedDecoder(model, stages, mesh["pipeline"], forward_context)
     if mesh.is_fsdp:
         for part in _roots(module):
             apply_fsdp(part, mesh, train.precision, offload=layout.offload)
@@ -100,10 +103,7 @@ def materialize(
         for layer in part.modules():
             if isinstance(layer, SKLinear):  # FSDP2 brings parameters to the GPU, but no buffers
                 layer.reset_signs(device)
-    with torch.no_grad():
-        for name, weight in named_parameters(model):
-            full = initial_weight(model.config, train.seed, name, weight.shape)
-            weight.copy_(distribute_like(full, weight))
+    initialize(model, train.seed, named_parameters(model), distribute_like)
     if isinstance(module, PipelinedDecoder):
         micro_batches = train.global_batch // (train.micro_batch * mesh.data_ranks)
         module.build_schedule(

@@ -29,18 +29,11 @@ from torch.distributed.pipelining.schedules import (
 )
 
 from longspan.attention import KVCache
-from longspan.config import Layout
-from longspan.models import Decoder, stage_flops
+from longspan.models import Decoder
 from longspan.models.decoder import SelfAttention, positions_of
 from longspan.nn import cross_entropy_sum, logits_of, rope_table
 from longspan.parallel.dtensor import reduced_grad
-from longspan.parallel.pipeline_schedule import (
-    Action,
-    bubble,
-    simple_order,
-    split_layers,
-    stages_by_rank,
-)
+from longspan.parallel.pipeline_schedule import Action, StagePlan, bubble, simple_order
 from longspan.parallel.tensor import residual_split
 
 SCHEDULES = {
@@ -100,30 +93,21 @@ class Stage(nn.Module):
             return torch.stack([cross_entropy_sum(x, self.head.weight, targets)])
 
 
-def _layers_of_stages(
-    model: Decoder, layout: Layout, ranks: int
-) -> tuple[list[range], list[float]]:
-    flops = stage_flops(model.config, model.pattern, model.context)
-    return split_layers(model.config.layers, flops, layout.stages_per_rank * ranks)
-
-
-def drop_remote_layers(model: Decoder, layout: Layout, mesh: DeviceMesh) -> None:
-    """Remove from `model`, on the meta device, all that other ranks of `mesh` hold.
+def drop_remote_layers(model: Decoder, plan: StagePlan, rank: int) -> None:
+    """Remove from `model`, on the meta device, all that other pipeline ranks hold.
 
     Names do not change, except that the last stage's copy of a tied embedding is called its head.
     """
-    local = stages_by_rank(layout, mesh.size())[mesh.get_local_rank()]
-    layers, _ = _layers_of_stages(model, layout, mesh.size())
-    last, config = len(layers) - 1, model.config
-    if model.head is None and last in local:
+    local, config = plan.by_rank[rank], model.config
+    if model.head is None and plan.last in local:
         model.head = nn.Linear(config.hidden, config.vocab, bias=False, device="meta")
-    local_layers = {layer for stage in local for layer in layers[stage]}
+    local_layers = {layer for stage in local for layer in plan.layers[stage]}
     for layer in range(config.layers):
         if layer not in local_layers:
             model.blocks[layer] = nn.Identity()
     if 0 not in local:
         del model.embedding
-    if last not in local:
+    if plan.last not in local:
         del model.norm
         model.head = None
 
@@ -132,27 +116,23 @@ class PipelinedDecoder(nn.Module):
     """A decoder whose stages lie on the ranks of the one-dimensional `mesh`."""
 
     def __init__(
-        self, model: Decoder, layout: Layout, mesh: DeviceMesh, forward_context: ForwardContext
+        self, model: Decoder, plan: StagePlan, mesh: DeviceMesh, forward_context: ForwardContext
     ) -> None:
         """`model`: what `drop_remote_layers` has left of it."""
         super().__init__()
-        self._layers, self._costs = _layers_of_stages(model, layout, mesh.size())
-        self._last = len(self._layers) - 1
-        by_rank = stages_by_rank(layout, mesh.size())
+        self._plan, self._config = plan, model.config
+        self._mesh, self._group = mesh, mesh.get_group()
         self._local = {
             stage: Stage(
                 model,
-                self._layers[stage],
+                plan.layers[stage],
                 is_first=stage == 0,
-                is_last=stage == self._last,
+                is_last=stage == plan.last,
                 forward_context=forward_context,
             )
-            for stage in by_rank[mesh.get_local_rank()]
+            for stage in plan.by_rank[mesh.get_local_rank()]
         }
         self.stages = nn.ModuleList(self._local.values())
-        self._config, self._schedule_name = model.config, layout.schedule
-        self._mesh, self._group = mesh, mesh.get_group()
-        self._rank_of = {stage: rank for rank, stages in enumerate(by_rank) for stage in stages}
         self._scale = torch.ones(())
         self._micro_batches = self._token_splits = 1
         self._features = model.config.hidden
@@ -186,15 +166,15 @@ class PipelinedDecoder(nn.Module):
             PipelineStage(
                 stage,
                 index,
-                len(self._layers),
+                len(self._plan.layers),
                 device,
                 input_args=(ids if index == 0 else residual,),
-                output_args=(loss if index == self._last else residual,),
+                output_args=(loss if index == self._plan.last else residual,),
                 group=self._group,
             )
             for index, stage in self._local.items()
         ]
-        kind = SCHEDULES[self._schedule_name]
+        kind = SCHEDULES[self._plan.schedule]
         stage_or_stages: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
         self._schedule = kind(
             stage_or_stages, micro_batches, loss_fn=self._scaled, scale_grads=False
@@ -205,15 +185,15 @@ class PipelinedDecoder(nn.Module):
 
     def describe(self) -> str:
         """The schedule, the layers of each stage, and the bubble."""
-        counts = ", ".join(str(len(layers)) for layers in self._layers)
-        idle = bubble(self.actions(), self._costs)
-        return f"{self._schedule_name}, stages of {counts} layers, bubble {idle:.0%}"
+        counts = ", ".join(str(len(layers)) for layers in self._plan.layers)
+        idle = bubble(self.actions(), self._plan.flops)
+        return f"{self._plan.schedule}, stages of {counts} layers, bubble {idle:.0%}"
 
     def actions(self) -> list[list[Action]]:
         """What each rank does in a step, in order."""
         ranks = self._mesh.size()
-        if self._schedule_name in ("gpipe", "1f1b"):
-            return simple_order(self._schedule_name, ranks, self._micro_batches)
+        if self._plan.schedule in ("gpipe", "1f1b"):
+            return simple_order(self._plan.schedule, ranks, self._micro_batches)
         kinds: dict[str, Any] = {
             "FORWARD": "forward",
             "FULL_BACKWARD": "backward",
@@ -238,7 +218,7 @@ class PipelinedDecoder(nn.Module):
         losses: list[Tensor] = []
         self._schedule.step(
             *([tokens] if 0 in self._local else []),
-            target=targets if self._last in self._local else None,
+            target=targets if self._plan.last in self._local else None,
             losses=losses,
             return_outputs=False,
             targets=targets,
@@ -248,7 +228,7 @@ class PipelinedDecoder(nn.Module):
 
     def _reduce_tied_gradients(self) -> None:
         """Sum the gradients of the two copies of a tied embedding, on both ranks."""
-        first, last = self._rank_of[0], self._rank_of[self._last]
+        first, last = self._plan.rank_of(0), self._plan.rank_of(self._plan.last)
         rank = self._mesh.get_local_rank()
         if not self._config.tie_embeddings or rank not in (first, last):
             return
@@ -298,9 +278,10 @@ class PipelinedDecoder(nn.Module):
         self, tokens: Tensor, stage: Callable[[int, Tensor], Tensor], result: Tensor
     ) -> Tensor:
         """Run `tokens` through every stage; the last stage's output is broadcast in `result`."""
-        rank, x = self._mesh.get_local_rank(), tokens
+        rank, x, plan = self._mesh.get_local_rank(), tokens, self._plan
         for index in self._local:
-            before, after = self._rank_of.get(index - 1, rank), self._rank_of.get(index + 1, rank)
+            before = plan.rank_of(index - 1) if index > 0 else rank
+            after = plan.rank_of(index + 1) if index < plan.last else rank
             if before != rank:
                 batch, count = len(tokens), tokens.shape[1] // self._token_splits
                 x = torch.empty(batch, count, self._features, device=tokens.device)
@@ -308,9 +289,9 @@ class PipelinedDecoder(nn.Module):
             x = stage(index, x)
             if after != rank:
                 dist.send(x.contiguous(), self._global_rank(after), self._group)
-        if self._last in self._local:
+        if plan.last in self._local:
             result.copy_(x)
-        dist.broadcast(result, self._global_rank(self._rank_of[self._last]), self._group)
+        dist.broadcast(result, self._global_rank(plan.rank_of(plan.last)), self._group)
         return result
 
     def _global_rank(self, pipeline_rank: int) -> int:

@@ -3,18 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from longspan.config import Layout
 from longspan.models import StageFlops
 
 
-def stages_by_rank(layout: Layout, ranks: int) -> list[list[int]]:
-    """The stages of each pipeline rank; stage 0 is the first of the model."""
-    last = layout.stages_per_rank * ranks - 1
+@dataclass(frozen=True)
+class StagePlan:
+    """Which pipeline rank holds which stages, and which layers and FLOPs each stage has."""
+
+    schedule: str
+    by_rank: list[list[int]]
+    layers: list[range]
+    flops: list[float]
+
+    @property
+    def last(self) -> int:
+        """The last stage of the model; the first is stage 0."""
+        return len(self.layers) - 1
+
+    def rank_of(self, stage: int) -> int:
+        return next(rank for rank, stages in enumerate(self.by_rank) if stage in stages)
+
+
+def plan_stages(layout: Layout, layers: int, flops: StageFlops, ranks: int) -> StagePlan:
+    """Assign layers to stages, and stages to `ranks` pipeline ranks."""
+    count = layout.stages_per_rank * ranks
+    by_rank = [list(range(rank, count, ranks)) for rank in range(ranks)]
     if layout.schedule == "zbv":  # down the ranks and up again: a V
-        return [[rank, last - rank] for rank in range(ranks)]
-    return [list(range(rank, last + 1, ranks)) for rank in range(ranks)]
+        by_rank = [[rank, count - 1 - rank] for rank in range(ranks)]
+    return StagePlan(layout.schedule, by_rank, *split_layers(layers, flops, count))
 
 
 def split_layers(layers: int, flops: StageFlops, stages: int) -> tuple[list[range], list[float]]:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
 
@@ -106,14 +107,16 @@ def _train(
     if source.tokenizer and run.track.prompt:
         encode_prompt(source.tokenizer, run.track.prompt)  # fail now, not after hours of training
 
+    precision = partial(autocast, settings)
+
     @contextmanager
     def forward_context() -> Iterator[None]:
-        with autocast(settings), offload_activations(enabled=settings.offload_activations):
+        with precision(), offload_activations(enabled=settings.offload_activations):
             yield
 
     torch.manual_seed(settings.seed)
     engine = open_engine(run, mesh, device, forward_context)
-    evaluation = Evaluation(engine, source, settings, device, mesh)
+    evaluation = Evaluation(engine, source, settings, device, mesh, precision)
     key = resume_key(run, source)
     guard = Guard(settings.grad_norm_spike, device)
     state = TrainState(engine, mesh, guard, key, accepts_other_data=run.data.accept_changed)
@@ -203,7 +206,8 @@ def _train(
         if splits_tokens and run.track.prompt:
             reporter.print("no sample: one token cannot be split over ranks; use longspan generate")
         prompt = "" if splits_tokens else run.track.prompt
-        sample = sample_text(engine.inference_model, source, prompt, settings, device)
+        with precision():
+            sample = sample_text(engine.inference_model, source, prompt, settings.seed, device)
     baseline = evaluation.baseline
     return Result(
         run_dir=str(run_dir),
