@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -51,16 +52,17 @@ def test_forward_equals_the_formula(terms: int, rank: int, bias: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    "layer",
+    "make",
     [
-        SKLinear(12, 8, 2, 2, dtype=torch.float64),
-        SKLinear(12, 8, 1, 2, bias=False, dtype=torch.float64),
-        LowRankLinear(12, 8, 3, dtype=torch.float64),
+        lambda: SKLinear(12, 8, 2, 2, dtype=torch.float64),
+        lambda: SKLinear(12, 8, 1, 2, bias=False, dtype=torch.float64),
+        lambda: LowRankLinear(12, 8, 3, dtype=torch.float64),
     ],
     ids=["sketched", "without bias", "low rank"],
 )
-def test_gradients_pass_gradcheck(layer: FactoredLinear) -> None:
+def test_gradients_pass_gradcheck(make: Callable[[], FactoredLinear]) -> None:
     torch.manual_seed(0)
+    layer = make()
     x = torch.randn(2, 3, 12, dtype=torch.float64, requires_grad=True)
     names = [name for name, _ in layer.named_parameters()]
 

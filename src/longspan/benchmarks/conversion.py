@@ -7,6 +7,7 @@ mean of ‖W − Ŵ‖ / ‖W‖ over layers.
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -43,6 +44,7 @@ def bench_conversion(
         if run_dir is None:
             train(load_run(None, ["track.prompt="]), dense)
         for method, calibrate in METHODS:
+            print(f"converting: {method}, {calibrate} calibration samples", file=sys.stderr)
             out = Path(folder, f"{method}-{calibrate}")
             rows.append(_convert(dense, out, method, calibrate, steps, keep))
     name = run_dir or "the built-in run"

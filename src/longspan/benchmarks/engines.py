@@ -56,6 +56,7 @@ def bench_engines(device: str, overrides: Sequence[str], json_file: Path | None)
     rows: list[dict[str, Any]] = []
     baseline = None
     for name, chosen in ENGINES.items():
+        print(f"training: {name}", file=sys.stderr)
         row = {"engine": name, **_train([*options, *chosen])}
         rows.append(row)
         if "error" in row:
