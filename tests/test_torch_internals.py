@@ -95,6 +95,9 @@ SCHEMAS = {
         f"{ATTENTION_INPUTS}, Tensor? cum_seq_q, Tensor? cum_seq_k, SymInt max_q, SymInt max_k, "
         "float dropout_p, bool is_causal, bool return_debug_mask, *, "
     ),
+    "aten._scaled_dot_product_flash_attention": (
+        f"{ATTENTION_INPUTS}, float dropout_p=0., bool is_causal=False, "
+    ),
     "aten._flash_attention_backward": (
         f"{BACKWARD_INPUTS}, Tensor cum_seq_q, Tensor cum_seq_k, SymInt max_q, SymInt max_k, "
         "float dropout_p, bool is_causal, Tensor rng_state, Tensor unused, *, "

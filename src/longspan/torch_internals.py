@@ -46,6 +46,7 @@ __all__ = [
     "keeps_graph",
     "local_offset",
     "recompile_limit",
+    "sdpa_flash_attention",
     "wait",
 ]
 
@@ -184,6 +185,14 @@ def flash_attention(
     out, lse, *_ = _aten._flash_attention_forward(
         q, k, v, None, None, q.shape[1], k.shape[1], 0.0, is_causal, False, scale=scale
     )
+    return out, lse
+
+
+def sdpa_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Flash attention with the layout of `cpu_flash_attention`, differentiable by autograd."""
+    out, lse, *_ = _aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)
     return out, lse
 
 

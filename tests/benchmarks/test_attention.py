@@ -1,4 +1,4 @@
-"""What `longspan bench attention` measures is what it says, and what it measured is written."""
+"""`longspan bench attention` measures, prints and writes."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from longspan.cli import main
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_the_plain_version_gives_the_same_output(device: str) -> None:
-    """Its gradients are not the same: no gradient goes through its join."""
+def test_the_plain_baseline_gives_the_same_output(device: str) -> None:
+    """Its gradients differ: none flows through its merge weights."""
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q, k, v = (
         torch.randn(2, 64, 5, 16, device=device, dtype=dtype).requires_grad_() for _ in range(3)
@@ -29,7 +29,7 @@ def test_the_plain_version_gives_the_same_output(device: str) -> None:
     assert not torch.allclose(wrong, right, rtol=1e-3, atol=1e-3)
 
 
-def test_it_prints_a_table_and_writes_what_was_asked_for(
+def test_it_prints_a_table_and_writes_the_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longspan.cli.verbs._builtin_name", lambda: "cpu")
@@ -43,13 +43,15 @@ def test_it_prints_a_table_and_writes_what_was_asked_for(
     assert [(row["attention"], row["tokens"]) for row in rows] == [
         (name, tokens) for name in ("dilated", "plain dilated", "dense") for tokens in (128, 256)
     ]
-    assert all(0 < row["forward_ms"] < row["both_ms"] for row in rows)
+    assert all(row["forward_ms"] > 0 and row["both_ms"] > 0 for row in rows)
     ElementTree.fromstring((tmp_path / "a.svg").read_text())
 
 
-def test_wrong_numbers_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_values_are_errors(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "attention", "--lengths", "100", "--segments", "64", "--rates", "1"]) == 2
-    assert "100 is not made of whole segments of 64" in capsys.readouterr().err
+    assert (
+        "--lengths must be multiples of the segment length 64, got 100" in capsys.readouterr().err
+    )
     assert main(["bench", "attention", "--segments", "64", "128", "--rates", "1"]) == 2
     assert "one entry per branch, got 2 and 1" in capsys.readouterr().err
     assert main(["bench", "attention", "--heads", "0"]) == 2

@@ -1,11 +1,10 @@
-"""`longspan bench attention`: our attention against dense attention and the plain dilated one.
+"""`longspan bench attention`: dilated attention against dense and plain dilated attention.
 
-Times are of causal attention on fresh random inputs, medians over repetitions, with the spread
-(slowest less fastest, over the median). FLOPs are the pattern's: 4·head_dim per pair and head,
-each pair as often as it is seen, and 3.5 times that with the backward pass. "extra" is the peak of
-memory beyond the inputs, the output and their gradients. "graph" is the time of forward and
-backward replayed as a CUDA graph: what the device needs when the host does not hold it up, as it
-does at short lengths. Both are measured on CUDA alone.
+Times are medians of causal attention on random inputs; the spread is (slowest − fastest) / median.
+FLOPs are the pattern's: 4·head_dim per pair and head, each pair as often as it is seen, and 3.5
+times that with the backward pass. "extra" is the peak memory beyond inputs, output and gradients.
+"graph" is the time of forward and backward replayed as a CUDA graph: the device time without the
+launch overhead that dominates short lengths. Both are measured on CUDA only.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from longspan.attention import BlockSparse, Dense, Dilated, Mask, Pattern, atten
 from longspan.benchmarks.chart import charts_svg
 from longspan.benchmarks.measure import captured, extra_mib, machine, times_of, unwritable
 from longspan.benchmarks.plain import plain_dilated
-from longspan.config import branch_problems
+from longspan.checks import branch_problems
 from longspan.errors import UserError
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -34,7 +33,7 @@ DENSE, DILATED, PLAIN = "dense", "dilated", "plain dilated"
 
 @dataclass(frozen=True)
 class Setting:
-    """What is measured, on what."""
+    """What is measured, and on which device."""
 
     device: str
     heads: int
@@ -43,7 +42,7 @@ class Setting:
     dilation_rates: tuple[int, ...]
     lengths: tuple[int, ...]
     block_size: int
-    most_seconds: float  # of one repetition; what would take longer is left out
+    max_seconds: float  # of one repetition; longer ones are skipped
 
     @property
     def dtype(self) -> torch.dtype:
@@ -58,7 +57,7 @@ GPU = Setting(
     dilation_rates=(1, 2, 4, 8, 16),
     lengths=tuple(2**n for n in range(11, 21)),
     block_size=128,
-    most_seconds=1.5,
+    max_seconds=1.5,
 )
 CPU = Setting(
     device="cpu",
@@ -68,7 +67,7 @@ CPU = Setting(
     dilation_rates=(1, 4, 16),
     lengths=tuple(2**n for n in range(11, 16)),
     block_size=128,
-    most_seconds=10.0,
+    max_seconds=10.0,
 )
 
 
@@ -88,7 +87,7 @@ class Row:
 
 
 def bench_attention(setting: Setting, json_file: Path | None, plot: Path | None) -> None:
-    """Measure, print the tables, and write what is asked for."""
+    """Measure, print the tables, and write the JSON and SVG files."""
     if problem := _problem(setting, [file for file in (json_file, plot) if file]):
         raise UserError(problem)
     console = Console() if Console().is_terminal else Console(width=120)
@@ -130,27 +129,27 @@ def _problem(setting: Setting, files: Sequence[Path]) -> str | None:
     for w in setting.segment_lengths:
         broken = [n for n in setting.lengths if n % min(w, n)]
         if broken:
-            return f"a length of {broken[0]} is not made of whole segments of {w}"
+            return f"--lengths must be multiples of the segment length {w}, got {broken[0]}"
     for r in setting.dilation_rates:
         broken = [n for n in setting.lengths if n % r]
         if broken:
-            return f"a length of {broken[0]} is no multiple of the rate {r}"
+            return f"--lengths must be multiples of the dilation rate {r}, got {broken[0]}"
     return unwritable(files)
 
 
 def _lengths(setting: Setting) -> list[Row]:
     dilated = Dilated(setting.segment_lengths, setting.dilation_rates)
-    contenders: list[tuple[str, Pattern, Attention]] = [
+    candidates: list[tuple[str, Pattern, Attention]] = [
         (DILATED, dilated, lambda q, k, v: attend(q, k, v, dilated)),
         (PLAIN, dilated, lambda q, k, v: plain_dilated(q, k, v, dilated)),
         (DENSE, Dense(), lambda q, k, v: attend(q, k, v, Dense())),
     ]
     rows = []
-    for name, pattern, attention in contenders:
+    for name, pattern, attention in candidates:
         last = 0.0
         for tokens in setting.lengths:
             growth = 4 if name == DENSE else 2
-            if last * growth > 1e3 * setting.most_seconds:
+            if last * growth > 1e3 * setting.max_seconds:
                 break
             row = _measure(name, pattern, attention, tokens, setting)
             if row is None:
@@ -161,16 +160,17 @@ def _lengths(setting: Setting) -> list[Row]:
 
 
 def _block_sparse(setting: Setting, rows: Sequence[Row]) -> list[Row]:
-    """Dense, then all, half and a tenth of the blocks kept, at 32,768 tokens or dense's longest."""
+    """Dense, then all, half and a tenth of the blocks, at 32,768 tokens or dense's longest."""
     if setting.device == "cpu":
         return []
     tokens = min(32768, max(row.tokens for row in rows if row.attention == DENSE))
-    contenders: list[tuple[str, Pattern]] = [(DENSE, Dense())]
-    for kept in (1.0, 0.5, 0.1):
-        contenders.append((f"{kept:.0%} of blocks", BlockSparse(setting.block_size, density=kept)))
+    candidates: list[tuple[str, Pattern]] = [(DENSE, Dense())]
+    for density in (1.0, 0.5, 0.1):
+        pattern = BlockSparse(setting.block_size, density=density)
+        candidates.append((f"{density:.0%} of blocks", pattern))
     found = [
         _measure(name, pattern, partial(attend, pattern=pattern), tokens, setting)
-        for name, pattern in contenders
+        for name, pattern in candidates
     ]
     return [row for row in found if row is not None]
 
@@ -178,7 +178,7 @@ def _block_sparse(setting: Setting, rows: Sequence[Row]) -> list[Row]:
 def _measure(
     name: str, pattern: Pattern, attention: Attention, tokens: int, setting: Setting
 ) -> Row | None:
-    """None where the memory does not reach."""
+    """None if it runs out of memory."""
     shape = (1, tokens, setting.heads, setting.head_dim)
     try:
         q, k, v, grad = (
@@ -239,11 +239,11 @@ def _crossover(rows: Sequence[Row]) -> str:
     slower = [n for n in both if times[DENSE, n] > times[DILATED, n]]
     if not slower:
         return (
-            f"dense attention is the faster one at every length measured with both, to {both[-1]:,}"
+            f"dense attention is faster than dilated at every length measured, up to {both[-1]:,}"
         )
     ratio = times[DENSE, both[-1]] / times[DILATED, both[-1]]
     return (
-        f"dense attention is slower than dilated from {slower[0]:,} tokens on, "
+        f"dense attention is slower than dilated from {slower[0]:,} tokens, "
         f"{ratio:.1f} times at {both[-1]:,}"
     )
 
@@ -251,7 +251,7 @@ def _crossover(rows: Sequence[Row]) -> str:
 def _shares(rows: Sequence[Row]) -> str:
     dense = rows[0].both_ms
     shares = ", ".join(f"{row.attention} {row.both_ms / dense:.0%}" for row in rows[1:])
-    return f"of the dense time: {shares}"
+    return f"relative to the dense time: {shares}"
 
 
 def _plot(rows: Sequence[Row], where: str) -> str:

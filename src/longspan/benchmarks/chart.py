@@ -1,4 +1,4 @@
-"""A chart of lines over doubling lengths, on logarithmic axes, as SVG."""
+"""Line charts over sequence lengths, on logarithmic axes, as SVG."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ Line = Sequence[tuple[float, float]]
 
 
 def charts_svg(charts: Mapping[str, Mapping[str, Line]], caption: str) -> str:
-    """Charts side by side, by title, each of named lines of (tokens, value) points."""
-    parts = [
+    """Charts side by side, by title; each has named lines of (tokens, value) points."""
+    elements = [
         _chart(title, lines, index * WIDTH) for index, (title, lines) in enumerate(charts.items())
     ]
-    width = WIDTH * len(parts)
+    width = WIDTH * len(elements)
     note = f'<text x="{LEFT}" y="{HEIGHT + 16}" fill="#57606a">{escape(caption)}</text>'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT + 26}" '
         f'font-family="sans-serif" font-size="11">'
-        f'<rect width="100%" height="100%" fill="white"/>{"".join(parts)}{note}</svg>\n'
+        f'<rect width="100%" height="100%" fill="white"/>{"".join(elements)}{note}</svg>\n'
     )
 
 
@@ -39,22 +39,24 @@ def _chart(title: str, lines: Mapping[str, Line], left: int) -> str:
         up = (math.log10(y) - low_y) / max(high_y - low_y, 1e-9) * inner_height
         return left + LEFT + right, HEIGHT - BOTTOM - up
 
-    parts = [f'<text x="{left + LEFT}" y="20" font-size="13" fill="#1f2328">{escape(title)}</text>']
+    elements = [
+        f'<text x="{left + LEFT}" y="20" font-size="13" fill="#1f2328">{escape(title)}</text>'
+    ]
     for power in range(low_y, high_y + 1):
         x, y = at(2**low_x, 10.0**power)
         label = f"{10.0**power:g}"
-        parts.append(
+        elements.append(
             f'<line x1="{x}" y1="{y}" x2="{x + inner_width}" y2="{y}" stroke="#e4e7eb"/>'
             f'<text x="{x - 6}" y="{y + 4}" text-anchor="end" fill="#57606a">{label}</text>'
         )
     for power in range(round(low_x), round(high_x) + 1, 2):
         x, y = at(2.0**power, 10.0**low_y)
         label = f"{2**power // 1024}K" if power < 20 else f"{2 ** (power - 20)}M"
-        parts.append(
+        elements.append(
             f'<text x="{x}" y="{y + 16}" text-anchor="middle" fill="#57606a">{label}</text>'
         )
     x, y = at(2 ** ((low_x + high_x) / 2), 10.0**low_y)
-    parts.append(f'<text x="{x}" y="{y + 32}" text-anchor="middle" fill="#57606a">tokens</text>')
+    elements.append(f'<text x="{x}" y="{y + 32}" text-anchor="middle" fill="#57606a">tokens</text>')
     for colour, (name, line) in zip(COLOURS, lines.items(), strict=False):
         if not line:
             continue
@@ -62,9 +64,9 @@ def _chart(title: str, lines: Mapping[str, Line], left: int) -> str:
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places)
         end_x, end_y = places[-1]
-        parts.append(
+        elements.append(
             f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
             f'<g fill="{colour}">{dots}'
             f'<text x="{end_x + 7:.1f}" y="{end_y + 4:.1f}">{escape(name)}</text></g>'
         )
-    return "".join(parts)
+    return "".join(elements)

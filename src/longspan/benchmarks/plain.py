@@ -1,8 +1,8 @@
-"""Dilated attention the usual way, to measure against: gather, attend, scatter, branch by branch.
+"""A plain dilated attention as a baseline: gather, attend and scatter, branch by branch.
 
-Each branch copies its rows together, runs torch's flash attention on them and scatters the outputs
-back; the branches are then averaged with weights from their log-sum-exps. As is usual, no gradient
-goes through those weights, so its gradients are not those of the joint softmax.
+Each branch gathers its rows, runs torch's flash attention on them and scatters the outputs back.
+The branches are then averaged with weights from their log-sum-exps. As in other implementations no
+gradient flows through those weights, so its gradients are not those of the joint softmax.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention import Dilated
+from longspan.torch_internals import cpu_flash_attention, sdpa_flash_attention
 
 
 def plain_dilated(q: Tensor, k: Tensor, v: Tensor, pattern: Dilated) -> Tensor:
@@ -34,18 +35,16 @@ def _branch(q: Tensor, k: Tensor, v: Tensor, w: int, r: int) -> tuple[Tensor, Te
     def gathered(x: Tensor) -> Tensor:
         return x.gather(1, index).reshape(-1, w // r, heads, dims).transpose(1, 2)
 
-    part, lse = _flash(gathered(q), gathered(k), gathered(v))
-    part = part.transpose(1, 2).reshape(batch, tokens // r, heads, dims)
+    partial, lse = _flash(gathered(q), gathered(k), gathered(v))
+    partial = partial.transpose(1, 2).reshape(batch, tokens // r, heads, dims)
     lse = lse.detach().transpose(1, 2).reshape(batch, tokens // r, heads)
-    out = torch.zeros_like(q).scatter(1, index, part)
-    nowhere = torch.full((batch, tokens, heads), -1e8, dtype=lse.dtype, device=q.device)
-    return out, nowhere.scatter(1, index[..., 0], lse)
+    out = torch.zeros_like(q).scatter(1, index, partial)
+    uncovered = torch.full((batch, tokens, heads), -1e8, dtype=lse.dtype, device=q.device)
+    return out, uncovered.scatter(1, index[..., 0], lse)
 
 
 def _flash(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp, (batch, heads, tokens, head_dim) and without head_dim."""
     if q.device.type == "cpu":
-        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, True)
-    else:
-        out, lse, *_ = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, True)
-    return out, lse
+        return cpu_flash_attention(q, k, v, is_causal=True)
+    return sdpa_flash_attention(q, k, v, is_causal=True)
