@@ -144,6 +144,7 @@ def test_linear_costs_of_the_config_equal_those_of_the_model(options: list[str])
     assert {row.name.split(".", 2)[2] for row in found.rows} == set(run.model.linear_sizes)
 
 
+@torch.no_grad()
 def test_factored_layers_are_initialised_with_the_variance_of_dense_ones() -> None:
     wide = ["model.hidden=256", "model.ffn=512", "model.heads=4"]
     for extra in ([], ["model.sub_layer_norm=true"]):
