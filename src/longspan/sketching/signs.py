@@ -11,8 +11,6 @@ from torch.nn import functional
 
 from longspan.hashing import lowbias32
 
-from longspan.hashing import lowbias32
-
 
 def random_signs(key: str, rows: int, columns: int, device: torch.device) -> Tensor:
     """Generate ±1 as int8 (rows, columns) from `key` alone, the same on any device and version.
