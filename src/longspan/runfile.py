@@ -121,6 +121,20 @@ def _fill_branches(tables: dict[str, Any]) -> dict[str, Any]:
     return {**tables, "attention": {**branches, **attention}}
 
 
+def check_run_folder(run_dir: Path, *, resume: bool) -> None:
+    """Refuse a folder that is neither empty nor the run to resume."""
+    try:
+        if not run_dir.exists() or not any(run_dir.iterdir()):
+            return
+    except OSError as error:
+        raise UserError(f"cannot use the run folder {run_dir}: {error.strerror}") from error
+    if not resume:
+        raise UserError(
+            f"{run_dir} is not empty: continue it with --resume {run_dir}, or choose another folder"
+        )
+    saved_run_file(run_dir)
+
+
 def _read(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")

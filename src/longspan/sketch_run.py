@@ -24,13 +24,13 @@ from longspan.device import autocast
 from longspan.errors import UserError
 from longspan.files import sha256_of
 from longspan.models import Decoder
-from longspan.runfile import load_run, parse_run, saved_run_file
+from longspan.runfile import check_run_folder, load_run, parse_run, saved_run_file
 from longspan.sketching import LowRankLinear, Report, SKLinear, sketch
 from longspan.sketching.conversion import Method
 from longspan.sketching.search import RankSearch, SearchResult
 from longspan.trained import load_trained
 from longspan.training.evaluation import validation_loss
-from longspan.training.folder import check_run_folder, open_run_folder
+from longspan.training.folder import open_run_folder
 from longspan.training.state import SavedState, resume_key, rng_states
 
 

@@ -118,8 +118,8 @@ def _train_in_processes(args: argparse.Namespace, run_dir: Path) -> None:
     import signal
 
     from longspan.launching.local import FORWARDED, run_processes
+    from longspan.runfile import check_run_folder
     from longspan.tracking import HISTORY, History, exit_reason
-    from longspan.training.folder import check_run_folder
 
     check_run_folder(run_dir, resume=args.resume is not None)
     program = [sys.executable, "-m", "longspan", "train", *args.items]
@@ -177,8 +177,8 @@ def generate(args: argparse.Namespace) -> None:
 
 
 def sketch(args: argparse.Namespace) -> None:
+    from longspan.runfile import check_run_folder
     from longspan.sketch_run import convert, open_trained, search
-    from longspan.training.folder import check_run_folder
 
     if not 0 < args.keep <= 1:
         raise UserError(f"--keep must be greater than 0 and at most 1, got {args.keep}")

@@ -6,15 +6,18 @@ import os
 import platform
 import sys
 from importlib import metadata
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import longspan
+
+if TYPE_CHECKING:
+    import torch
 
 
 def describe_environment(device: torch.device) -> dict[str, Any]:
     """Return the versions, the command line and the hardware of this process."""
+    import torch  # late: the launcher of several processes needs none
+
     packages = ("numpy", "pydantic", "rich", "safetensors", "torch")
     found: dict[str, Any] = {
         "longspan": longspan.__version__,

@@ -13,22 +13,8 @@ from longspan.data import Source
 from longspan.data.tokenizer import TOKENIZER, JsonTokenizer
 from longspan.errors import UserError
 from longspan.files import atomic_write_text
-from longspan.runfile import RUN_FILE, dump_run, saved_run_file
+from longspan.runfile import RUN_FILE, dump_run
 from longspan.tracking import describe_environment
-
-
-def check_run_folder(run_dir: Path, *, resume: bool) -> None:
-    """Refuse a folder that is neither empty nor the run to resume."""
-    try:
-        if not run_dir.exists() or not any(run_dir.iterdir()):
-            return
-    except OSError as error:
-        raise UserError(f"cannot use the run folder {run_dir}: {error.strerror}") from error
-    if not resume:
-        raise UserError(
-            f"{run_dir} is not empty: continue it with --resume {run_dir}, or choose another folder"
-        )
-    saved_run_file(run_dir)
 
 
 def open_run_folder(run: Run, run_dir: Path, device: torch.device, source: Source) -> None:

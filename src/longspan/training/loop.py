@@ -26,6 +26,7 @@ from longspan.parallel.activation_checkpointing import offload_activations
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
 from longspan.parallel.world import World
+from longspan.runfile import check_run_folder
 from longspan.tracking import (
     HISTORY,
     History,
@@ -36,7 +37,7 @@ from longspan.tracking import (
     read_metrics,
 )
 from longspan.training.evaluation import Evaluation, sample_text
-from longspan.training.folder import check_run_folder, open_run_folder
+from longspan.training.folder import open_run_folder
 from longspan.training.guard import Guard
 from longspan.training.meter import meter_of
 from longspan.training.out_of_memory import explain, halve_micro_batch, is_out_of_memory, with_hint
