@@ -320,7 +320,8 @@ def test_causality_changing_the_future_changes_nothing_before_it(pattern: Patter
 @pytest.mark.parametrize("backend", [None, "reference", "triton"])
 def test_some_of_the_heads_give_that_part_of_the_output(backend: Any) -> None:
     pattern = Dilated((8, 32), (1, 4))
-    q, k, v = random_qkv(1, 40, 6, 6)
+    device = "cuda" if backend == "triton" and torch.cuda.is_available() else "cpu"
+    q, k, v = random_qkv(1, 40, 6, 6, device=device)
     whole = attend(q, k, v, pattern, backend=backend)
     for first, last in ((0, 2), (2, 5), (5, 6)):
         heads = [x[:, :, first:last] for x in (q, k, v)]

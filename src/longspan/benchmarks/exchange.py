@@ -272,8 +272,8 @@ def _table(rows: Sequence[Row]) -> Table:
     for column in ("pattern", "strategy"):
         table.add_column(column)
     for column in (
-        "ranks", "remote keys needed", "received", "and backward", "all keys (ring, all-gather)",
-        "Ulysses", "work, max/mean",
+        "ranks", "remote KV", "received, forward", "backward", "all KV", "Ulysses",
+        "work, max/mean",
     ):  # fmt: skip
         table.add_column(column, justify="right")
     for row in sorted(rows, key=lambda row: (list(PATTERNS).index(row.pattern), row.ranks)):
