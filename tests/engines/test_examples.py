@@ -21,7 +21,7 @@ runpy.run_path(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("name", ["own_loop", "own_loop_deepspeed", "own_loop_accelerate"])
+@pytest.mark.parametrize("name", ["custom_loop", "custom_loop_deepspeed", "custom_loop_accelerate"])
 def test_a_custom_loop_learns(
     name: str,
     tmp_path: Path,
@@ -40,7 +40,7 @@ def test_a_custom_loop_learns(
 
 def test_the_docs_show_the_examples_as_they_are() -> None:
     page = (EXAMPLES.parent / "docs" / "engines.md").read_text()
-    for path in EXAMPLES.glob("own_loop*.py"):
+    for path in EXAMPLES.glob("custom_loop*.py"):
         code = path.read_text().split('"""')[2].strip()
         assert code in page, path.name
 

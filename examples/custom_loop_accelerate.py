@@ -1,6 +1,6 @@
-"""A loop of your own, by Accelerate.
+"""A custom training loop with Accelerate.
 
-torchrun --standalone --nproc-per-node 2 examples/own_loop_accelerate.py
+torchrun --standalone --nproc-per-node 2 examples/custom_loop_accelerate.py
 """
 
 from pathlib import Path
@@ -22,5 +22,5 @@ for _ in range(20):
     optimizer.step()
     optimizer.zero_grad()
 print(f"rank {accelerator.process_index}: loss {loss.item():.4f}")
-model, optimizer = accelerator.free_memory(model, optimizer)  # before the process group
+model, optimizer = accelerator.free_memory(model, optimizer)  # before the process group ends
 accelerator.end_training()

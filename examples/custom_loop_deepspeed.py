@@ -1,6 +1,6 @@
-"""A loop of your own, by DeepSpeed: deepspeed examples/own_loop_deepspeed.py, or by torchrun.
+"""A custom training loop with DeepSpeed: deepspeed examples/custom_loop_deepspeed.py, or torchrun.
 
-Without a GPU, DS_ACCELERATOR=cpu says so to DeepSpeed, which then compiles for a minute once.
+Without a GPU set DS_ACCELERATOR=cpu. DeepSpeed then compiles an op once, which takes a minute.
 """
 
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""A loop of your own: torchrun --standalone --nproc-per-node 2 examples/own_loop.py"""
+"""A custom training loop with PyTorch's DDP.
+
+torchrun --standalone --nproc-per-node 2 examples/custom_loop.py
+"""
 
 from pathlib import Path
 
@@ -18,5 +21,5 @@ for _ in range(20):
     optimizer.step()
     optimizer.zero_grad()
 print(f"rank {torch.distributed.get_rank()}: loss {loss.item():.4f}")
-del model  # before the process group: its end would wait for a thread that waits for Python
+del model  # before the process group, whose destruction would deadlock on the GIL
 torch.distributed.destroy_process_group()
