@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.config import Train
+from longspan.engines.deepspeed_internals import full_dims
 from longspan.errors import UserError
 from longspan.models import Decoder
 from longspan.parallel.dtensor import from_local_like, to_local
@@ -22,8 +23,7 @@ from longspan.parallel.dtensor import from_local_like, to_local
 
 def build_optimizer(model: Decoder, train: Train) -> torch.optim.Optimizer:
     """The run's optimizer. Weight decay applies to matrices, not to norms and biases."""
-    # Under ZeRO-3 DeepSpeed flattens a parameter and keeps its shape in `ds_shape`.
-    dims = [(len(getattr(p, "ds_shape", p.shape)), p) for p in model.parameters()]
+    dims = [(full_dims(p), p) for p in model.parameters()]
     groups = [
         {"params": [p for dim, p in dims if dim > 1], "weight_decay": train.weight_decay},
         {"params": [p for dim, p in dims if dim == 1], "weight_decay": 0.0},
