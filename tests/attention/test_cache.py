@@ -18,12 +18,12 @@ def test_decoding_in_any_portions_equals_one_attend(
 ) -> None:
     q, k, v = (x.detach() for x in random_qkv(2, tokens, *heads, dtype=torch.float64))
     whole = attend(q, k, v, pattern)
-    cache, parts = KVCache(pattern), []
+    cache, outputs = KVCache(pattern), []
     while cache.length < tokens:
         portion = data.draw(st.integers(1, min(4, tokens - cache.length)))
         now = slice(cache.length, cache.length + portion)
-        parts.append(cache.attend(q[:, now], k[:, now], v[:, now]))
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-10, atol=1e-11)
+        outputs.append(cache.attend(q[:, now], k[:, now], v[:, now]))
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=1e-10, atol=1e-11)
 
 
 @settings(max_examples=100, deadline=None)

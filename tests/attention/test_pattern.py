@@ -60,15 +60,15 @@ def test_block_sparse_within_dilated_segments_counts_rows_of_the_segment() -> No
 def test_each_option_of_block_sparse_adds_its_blocks() -> None:
     index = torch.arange(6)
 
-    def kept(**options: int) -> list[str]:
+    def blocks_seen(**options: int) -> list[str]:
         blocks = BlockSparse(16, **options).blocks(index, index)  # type: ignore[arg-type]
         return ["".join("x" if keep else "." for keep in row) for row in blocks.tolist()]
 
-    assert kept() == ["x.....", ".x....", "..x...", "...x..", "....x.", ".....x"]
-    assert kept(local_window=32)[2] == ".xxx.."
-    assert kept(global_tokens=16)[0] == "xxxxxx"
-    assert kept(global_tokens=16)[3] == "x..x.."
-    assert kept(stride=3)[4] == ".x..x."
+    assert blocks_seen() == ["x.....", ".x....", "..x...", "...x..", "....x.", ".....x"]
+    assert blocks_seen(local_window=32)[2] == ".xxx.."
+    assert blocks_seen(global_tokens=16)[0] == "xxxxxx"
+    assert blocks_seen(global_tokens=16)[3] == "x..x.."
+    assert blocks_seen(stride=3)[4] == ".x..x."
 
 
 @pytest.mark.parametrize("density", [0.1, 0.5])

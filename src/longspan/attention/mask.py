@@ -1,4 +1,4 @@
-"""`Mask`: the options of `attend` beside its tensors, and the checks of both."""
+"""`Mask`: the options of `attend`, and the checks of its tensors and options."""
 
 from __future__ import annotations
 

@@ -129,12 +129,12 @@ class BlockSparse(Pattern):
     def blocks(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
         """Which key blocks each query block sees, by block index: bool (queries, keys)."""
         i, j = query_blocks[:, None], key_blocks[None, :]
-        kept = (i == j) | ((i - j).abs() < self.local_window // self.block_size)
+        seen = (i == j) | ((i - j).abs() < self.local_window // self.block_size)
         global_blocks = self.global_tokens // self.block_size
-        kept |= (i < global_blocks) | (j < global_blocks)
+        seen |= (i < global_blocks) | (j < global_blocks)
         if self.stride:
-            kept |= (i - j) % self.stride == 0
-        return kept | (uniform(self.seed, i, j) < self.density)
+            seen |= (i - j) % self.stride == 0
+        return seen | (uniform(self.seed, i, j) < self.density)
 
     def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
         return self.blocks(queries // self.block_size, keys // self.block_size).long()
@@ -145,10 +145,10 @@ class BlockSparse(Pattern):
         sizes = (tokens - index * b).clamp(max=b)  # the last block may be shorter
         total = int((sizes * (sizes + 1) // 2).sum()) if is_causal else 0  # the diagonal blocks
         for rows in torch.split(index, 256):
-            kept = self.blocks(rows, index)
+            seen = self.blocks(rows, index)
             if is_causal:
-                kept &= index[None, :] < rows[:, None]
-            total += int((sizes[rows] * (kept * sizes).sum(1)).sum())
+                seen &= index[None, :] < rows[:, None]
+            total += int((sizes[rows] * (seen * sizes).sum(1)).sum())
         return heads * total
 
     def covers(self, queries: Tensor, head: int) -> Tensor:
@@ -158,10 +158,10 @@ class BlockSparse(Pattern):
         b = self.block_size
         queries = torch.arange(start // b, -(-stop // b))
         keys = torch.arange(-(-(stop if is_causal else tokens) // b))
-        kept = self.blocks(queries, keys)
+        seen = self.blocks(queries, keys)
         if is_causal:
-            kept &= keys[None, :] <= queries[:, None]
-        blocks = keys[kept.any(0)]
+            seen &= keys[None, :] <= queries[:, None]
+        blocks = keys[seen.any(0)]
         rows = (blocks[:, None] * b + torch.arange(b)).flatten()
         return rows[rows < (stop if is_causal else tokens)]
 

@@ -164,8 +164,8 @@ def test_equals_the_oracle(ranks: Ranks, case: Case) -> None:
     assert choose_strategy(qkv[0], qkv[1], pattern, shards, **options).name == case.strategy
     out = attend_oracle(*qkv, pattern, **case.options())
     expected = [out, *torch.autograd.grad(out, qkv, grad)]
-    parts = ranks.run(attend_on_a_rank, shards.ranks, case)
-    for found, right in zip(zip(*parts, strict=True), expected, strict=True):
+    outputs = ranks.run(attend_on_a_rank, shards.ranks, case)
+    for found, right in zip(zip(*outputs, strict=True), expected, strict=True):
         order = torch.cat([shards.positions(rank) for rank in range(shards.ranks)])
         torch.testing.assert_close(torch.cat(found, dim=1), right[:, order], rtol=1e-9, atol=1e-9)
 
@@ -206,8 +206,8 @@ def test_is_within_the_error_of_plain_code_on_a_gpu(ranks: Ranks, name: str) -> 
     plain = output_and_gradients(plain_low_precision, tuple(qkv), grad, pattern, is_causal=True)
     exact = tuple(x.detach().double().cpu().requires_grad_() for x in qkv)
     oracle = output_and_gradients(attend_oracle, exact, grad.cpu(), pattern, is_causal=True)
-    parts = ranks.run(attend_on_a_gpu, 4, name)
-    ours = [torch.cat(found, dim=1) for found in zip(*parts, strict=True)]
+    outputs = ranks.run(attend_on_a_gpu, 4, name)
+    ours = [torch.cat(found, dim=1) for found in zip(*outputs, strict=True)]
     for index, (found, usual, expected) in enumerate(zip(ours, plain, oracle, strict=True)):
         allowed = (2 if index == 0 else 3) * (usual.double().cpu() - expected).norm()
         assert (found.double() - expected[:, order]).norm() <= allowed

@@ -24,12 +24,12 @@ def block_index(
     index = torch.arange(count, device=device)
     found, lengths = [], []
     for rows in torch.split(index, max(1, (1 << 22) // count)):
-        kept = blocks.blocks(index, rows).T if by_key else blocks.blocks(rows, index)
+        seen = blocks.blocks(index, rows).T if by_key else blocks.blocks(rows, index)
         if is_causal:
             earlier = index[None, :] < rows[:, None]
-            kept = kept & (~earlier & (index[None, :] != rows[:, None]) if by_key else earlier)
-        found.append(kept.nonzero()[:, 1].int())
-        lengths.append(kept.sum(1))
+            seen = seen & (~earlier & (index[None, :] != rows[:, None]) if by_key else earlier)
+        found.append(seen.nonzero()[:, 1].int())
+        lengths.append(seen.sum(1))
     offsets = pad(torch.cat(lengths).cumsum(0), (1, 0))
     return offsets, torch.cat(found)
 
