@@ -1,4 +1,4 @@
-"""Training steps without a run folder: what a rank computes in a few of them, to be compared."""
+"""Training steps without a run folder, to compare layouts and engines."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ CPU = torch.device("cpu")
 @contextmanager
 def open_state(run: Run, rank: int = 0, world: int = 1) -> Iterator[tuple[TrainState, Source]]:
     """A run's state before its first step, on one rank, and its data."""
-    run = resolve(run, CPU)
+    if run.train.precision != "fp16":  # which `resolve` refuses on a CPU
+        run = resolve(run, CPU)
     source = open_source(run.data, run.model)
     torch.manual_seed(run.train.seed)
     with open_mesh(run.layout, World(rank, world, rank), CPU) as mesh:
@@ -37,7 +38,7 @@ def open_state(run: Run, rank: int = 0, world: int = 1) -> Iterator[tuple[TrainS
 
 
 class Steps(NamedTuple):
-    """What a rank saw of some steps."""
+    """The results of a few steps on one rank."""
 
     losses: Tensor
     """(steps, 2): the loss and the gradient norm before clipping."""
@@ -46,8 +47,8 @@ class Steps(NamedTuple):
     """The weights that this rank saves after the last step."""
 
 
-def take_steps(rank: int, world: int, run: Run, count: int) -> Steps:
-    """Take `count` steps of `run` on one rank, and evaluate."""
+def run_steps(rank: int, world: int, run: Run, count: int) -> Steps:
+    """Run `count` steps of `run` on one rank, and evaluate."""
     run = resolve(run, CPU)
     with open_state(run, rank, world) as (state, source):
         steps = [train_step(state, source, run.train, CPU) for _ in range(count)]
@@ -64,29 +65,29 @@ def take_steps(rank: int, world: int, run: Run, count: int) -> Steps:
 
 
 def full_weights(ranks: Sequence[Steps]) -> dict[str, Tensor]:
-    """The full tensors of which ranks hold shards; every element must come exactly once."""
+    """The full tensors of which ranks save shards, every element exactly once."""
     full: dict[str, Tensor] = {}
     counts: dict[str, int] = {}
     for rank in ranks:
         for key, shard in rank.shards.items():
             name = key.split("#")[0]
-            whole = full.setdefault(name, torch.full(shard.shape, torch.nan))
+            tensor = full.setdefault(name, torch.full(shard.shape, torch.nan))
             region = shard.region
             index = tuple(slice(a, a + n) for a, n in zip(region.start, region.shape, strict=True))
-            whole[index] = shard.values
+            tensor[index] = shard.values
             counts[name] = counts.get(name, 0) + shard.values.numel()
     assert counts == {name: x.numel() for name, x in full.items()}
     return full
 
 
-def assert_same_steps(ranks: Sequence[Steps], alone: Steps) -> None:
-    """Hold the ranks of a layout to one process: losses, gradient norms and weights."""
+def assert_same_steps(ranks: Sequence[Steps], single: Steps) -> None:
+    """Compare a layout with one process: losses, gradient norms and weights."""
     for rank in ranks:
-        torch.testing.assert_close(rank.losses, alone.losses, rtol=1e-5, atol=0)
+        torch.testing.assert_close(rank.losses, single.losses, rtol=1e-5, atol=0)
         assert rank.validation_loss == ranks[0].validation_loss
-    assert alone.validation_loss is not None
-    assert abs(ranks[0].validation_loss / alone.validation_loss - 1) < 1e-5  # type: ignore[operator]
-    weights, expected = full_weights(ranks), full_weights([alone])
+    assert single.validation_loss is not None
+    assert abs(ranks[0].validation_loss / single.validation_loss - 1) < 1e-5  # type: ignore[operator]
+    weights, expected = full_weights(ranks), full_weights([single])
     assert weights.keys() == expected.keys()
     for name, weight in weights.items():
         assert (weight - expected[name]).norm() <= 1e-4 * expected[name].norm(), name

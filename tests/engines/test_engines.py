@@ -1,4 +1,4 @@
-"""Every engine takes the same steps, and resumes from another's checkpoint."""
+"""Every engine runs the same steps, and resumes from another's checkpoint."""
 
 from __future__ import annotations
 
@@ -79,22 +79,22 @@ CHAIN = [
     (3, ["engine.name=accelerate", "layout.zero=0"]),
     (4, [*DEEPSPEED, "layout.zero=2"]),
 ]
-"""The last step, and the engine; one native process takes the first step and the last."""
+"""The last step, and the engine; one native process runs the first step and the last."""
 
 
 def run_of(world: int, *overrides: str) -> Run:
     return load_run(None, [*OPTIONS, f"train.steps={STEPS}", *overrides], world=world)
 
 
-def as_launched(rank: int, world: int) -> None:
-    """Set the environment as a launcher does: the engines read it."""
+def set_launcher_environment(rank: int, world: int) -> None:
+    """Set the variables that a launcher sets and the engines read."""
     values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
     os.environ.update({name: str(value) for name, value in values.items()})
 
 
 def train_all(rank: int, world: int, folder: str) -> None:
     """All in one process group: DeepSpeed caches its first one for good."""
-    as_launched(rank, world)
+    set_launcher_environment(rank, world)
     for name, options in CASES.items():
         train(run_of(world, *options), Path(folder, name), world=World(rank, world, rank))
     for steps, options in CHAIN:
@@ -102,19 +102,19 @@ def train_all(rank: int, world: int, folder: str) -> None:
         train(run, Path(folder, "chain"), resume=True, world=World(rank, world, rank))
 
 
-def refuse_steps(rank: int, world: int, options: list[list[str]]) -> list[list[float]]:
+def skip_steps(rank: int, world: int, options: list[list[str]]) -> list[list[float]]:
     """How far this rank's weights move in four steps of each engine, two of which are skipped."""
-    as_launched(rank, world)
-    return [_refuse_steps(rank, world, run_of(world, *each)) for each in options]
+    set_launcher_environment(rank, world)
+    return [_skip_steps(rank, world, run_of(world, *each)) for each in options]
 
 
-def _refuse_steps(rank: int, world: int, run: Run) -> list[float]:
+def _skip_steps(rank: int, world: int, run: Run) -> list[float]:
     with open_state(run, rank, world) as (state, source):
         engine = state.engine
         set_learning_rate(engine.optimizer, 0.01)
         samples = [source.sample(0, index) for index in state.mesh.local_samples(range(8))]
         moved = []
-        # One that is taken, one that is skipped, one with NaN gradients, one that is taken.
+        # A step, a skipped one, one with NaN gradients, a step.
         for scale, skip in ((1e-3, 0.0), (1e-3, 1.0), (float("nan"), 0.0), (1e-3, 0.0)):
             before = _weights(engine)
             engine.backward(samples, torch.tensor(scale))
@@ -133,8 +133,8 @@ def _weights(engine: Engine) -> Tensor:
     return torch.cat(values).clone() if values else torch.zeros(1)
 
 
-def run_apart(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
-    """Run in fresh processes, which end with all that the engines cache in them."""
+def run_in_fresh_processes(function: Callable[..., Any], world: int, *arguments: Any) -> list[Any]:
+    """Run in fresh processes, which take what the engines cache with them when they end."""
     ranks = Ranks()
     try:
         return ranks.run(function, world, *arguments, timeout=400)
@@ -144,11 +144,11 @@ def run_apart(function: Callable[..., Any], world: int, *arguments: Any) -> list
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of all cases on two ranks, and "alone" in one native process."""
+    """Runs of all cases on two ranks, and "single" in one native process."""
     folder = tmp_path_factory.mktemp("engines")
-    train(run_of(1), folder / "alone")
+    train(run_of(1), folder / "single")
     train(run_of(1, "train.steps=1"), folder / "chain")
-    run_apart(train_all, 2, str(folder))
+    run_in_fresh_processes(train_all, 2, str(folder))
     train(run_of(1), folder / "chain", resume=True)
     return folder
 
@@ -157,23 +157,23 @@ def trained(run_dir: Path) -> tuple[Tensor, dict[str, Tensor]]:
     """Loss and gradient norm of each step, then validation losses; and all saved tensors."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     steps = [x for line in lines if "loss" in line for x in (line["loss"], line["grad_norm"])]
-    seen = [line["validation_loss"] for line in lines if "validation_loss" in line]
+    evaluated = [line["validation_loss"] for line in lines if "validation_loss" in line]
     saved = run_dir / "checkpoints" / f"step-{STEPS:08d}"
     tensors = {
         f"{group}/{name}": x
         for group in ("model", "optimizer")
         for name, x in checkpoint.load(saved, group).items()
     }
-    return torch.tensor(steps + seen[-1:], dtype=torch.float64), tensors
+    return torch.tensor(steps + evaluated[-1:], dtype=torch.float64), tensors
 
 
 @pytest.mark.parametrize("case", [*CASES, "chain"])
 def test_an_engine_does_not_change_the_run(folder: Path, case: str) -> None:
-    (losses, tensors), (expected, wanted) = trained(folder / case), trained(folder / "alone")
+    (losses, tensors), (expected, reference) = trained(folder / case), trained(folder / "single")
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
-    assert tensors.keys() == wanted.keys()
+    assert tensors.keys() == reference.keys()
     for name, x in tensors.items():
-        assert (x - wanted[name]).norm() <= 1e-4 * wanted[name].norm(), name
+        assert (x - reference[name]).norm() <= 1e-4 * reference[name].norm(), name
 
 
 def test_each_rank_saves_its_shard(folder: Path) -> None:
@@ -191,32 +191,33 @@ def test_skipped_steps_change_nothing() -> None:
     options = [[*DEEPSPEED, f"layout.zero={stage}"] for stage in range(4)]
     options.append([*DEEPSPEED, "layout.zero=3", *OFFLOADED])
     options.append(["engine.name=accelerate", "layout.zero=0"])
-    for moved in run_apart(refuse_steps, 2, options)[0]:
+    for moved in run_in_fresh_processes(skip_steps, 2, options)[0]:
         assert [x > 0 for x in moved] == [True, False, False, True]
 
 
 def test_a_skipped_step_with_a_loss_scale_changes_nothing() -> None:
-    moved = _refuse_steps(0, 1, run_of(1, "train.precision=fp16", "train.device=auto"))
+    train = run_of(1).train.model_copy(update={"precision": "fp16", "device": "cpu"})
+    moved = _skip_steps(0, 1, run_of(1).model_copy(update={"train": train}))
     assert [x > 0 for x in moved] == [True, False, False, True]
 
 
 def test_one_process_needs_no_launcher(folder: Path, tmp_path: Path) -> None:
     for name in ("deepspeed", "accelerate"):
-        run_apart(train_one, 1, name, str(tmp_path / name))
-        (losses, _), (expected, _) = trained(tmp_path / name), trained(folder / "alone")
+        run_in_fresh_processes(train_one, 1, name, str(tmp_path / name))
+        (losses, _), (expected, _) = trained(tmp_path / name), trained(folder / "single")
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
 def train_one(rank: int, world: int, name: str, run_dir: str) -> None:
     torch.distributed.destroy_process_group()
     train(run_of(1, f"engine.name={name}"), Path(run_dir))
-    if not torch.distributed.is_initialized():  # for the pool, which ends it
+    if not torch.distributed.is_initialized():  # the pool destroys it
         torch.distributed.init_process_group(
             "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
         )
 
 
-def test_the_stage_is_the_layouts() -> None:
+def test_the_zero_stage_follows_from_the_layout() -> None:
     assert zero_stage(run_of(2), 2) == 3
     assert zero_stage(run_of(2, "layout.zero=0"), 2) == 0
     assert zero_stage(run_of(2, "layout.replicate=2", "layout.shard=1"), 2) == 0
@@ -235,7 +236,7 @@ def test_a_flat_range_of_a_tensor_is_its_regions(shape: tuple[int, ...]) -> None
             assert torch.equal(torch.cat([x.flatten()[:0], *found]), x.flatten()[start:stop])
 
 
-ALONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
+SINGLE_RANK = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}
 
 
 @pytest.mark.gpu
@@ -260,12 +261,12 @@ def test_on_a_gpu_an_engine_does_not_change_the_run(
         command = [sys.executable, "-m", "longspan", "train", *options, *settings]
         subprocess.run(
             [*command, "--run-dir", str(tmp_path / name)],
-            env={**os.environ, **ALONE, "MASTER_PORT": str(port)},
+            env={**os.environ, **SINGLE_RANK, "MASTER_PORT": str(port)},
             check=True,
         )
-    expected, wanted = trained(tmp_path / "native")
+    expected, reference = trained(tmp_path / "native")
     for name in engines:
         losses, tensors = trained(tmp_path / name)
         torch.testing.assert_close(losses, expected, rtol=tolerance, atol=0, msg=name)
         for key, x in tensors.items() if precision == "fp32" else ():
-            assert (x - wanted[key]).norm() <= 1e-3 * wanted[key].norm(), (name, key)
+            assert (x - reference[key]).norm() <= 1e-3 * reference[key].norm(), (name, key)
