@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from fnmatch import fnmatchcase
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from longspan import presets
 from longspan.checks import layout_problems
-from longspan.costs import Cost, rank_for
 
 MAX_INT = 1 << 48  # larger counts would overflow somewhere below
 Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
@@ -97,46 +95,6 @@ class Model(Section):
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
-
-    def rank_of(self, name: str, in_features: int, out_features: int) -> int:
-        """Return the rank of each term of the linear layer `name` (blocks.3.mlp.up), 0 if dense.
-
-        The first glob of `sketch.ranks` that matches wins.
-        """
-        sketch = self.sketch
-        if self.linear == "dense" or not fnmatchcase(name, sketch.layers):
-            return 0
-        matching = (rank for glob, rank in sketch.ranks.items() if fnmatchcase(name, glob))
-        rank = next(matching, sketch.rank)
-        if rank is not None:
-            return rank
-        return max(1, rank_for(in_features, out_features, sketch.keep) // sketch.terms)
-
-    @property
-    def linear_sizes(self) -> dict[str, tuple[int, int]]:
-        """In and out features of a block's linear layers, by name."""
-        kv_dim = self.kv_heads * self.head_dim
-        return {
-            "attention.query": (self.hidden, self.hidden),
-            "attention.key": (self.hidden, kv_dim),
-            "attention.value": (self.hidden, kv_dim),
-            "attention.out": (self.hidden, self.hidden),
-            "mlp.gate": (self.hidden, self.ffn),
-            "mlp.up": (self.hidden, self.ffn),
-            "mlp.down": (self.ffn, self.hidden),
-        }
-
-    def linear_costs(self) -> tuple[Cost, Cost]:
-        """Return the cost of the blocks' linear layers: if they were dense, and as they are."""
-        dense_total = total = Cost(0, 0, 0)
-        for block in range(self.layers):
-            for name, size in self.linear_sizes.items():
-                dense = Cost.dense(*size)
-                rank = self.rank_of(f"blocks.{block}.{name}", *size) * self.sketch.terms
-                form = Cost.low_rank if self.linear == "low_rank" else Cost.sketched
-                dense_total += dense
-                total += form(*size, rank) if rank else dense
-        return dense_total, total
 
     def rope_theta_for(self, context: int) -> float:
         """Return the base that rotates the slowest channel pair by at most ¼ radian per context.

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+from longspan.config import Model
 
 
 def rank_for(in_features: int, out_features: int, keep: float) -> int:
@@ -67,3 +70,45 @@ class Cost:
             self.forward + other.forward,
             self.backward + other.backward,
         )
+
+
+def linear_sizes(model: Model) -> dict[str, tuple[int, int]]:
+    """In and out features of a block's linear layers, by name."""
+    kv_dim = model.kv_heads * model.head_dim
+    return {
+        "attention.query": (model.hidden, model.hidden),
+        "attention.key": (model.hidden, kv_dim),
+        "attention.value": (model.hidden, kv_dim),
+        "attention.out": (model.hidden, model.hidden),
+        "mlp.gate": (model.hidden, model.ffn),
+        "mlp.up": (model.hidden, model.ffn),
+        "mlp.down": (model.ffn, model.hidden),
+    }
+
+
+def rank_of(model: Model, name: str, in_features: int, out_features: int) -> int:
+    """The rank of each term of the linear layer `name` (blocks.3.mlp.up), 0 if it is dense.
+
+    The first glob of `sketch.ranks` that matches wins.
+    """
+    sketch = model.sketch
+    if model.linear == "dense" or not fnmatchcase(name, sketch.layers):
+        return 0
+    matching = (rank for glob, rank in sketch.ranks.items() if fnmatchcase(name, glob))
+    rank = next(matching, sketch.rank)
+    if rank is not None:
+        return rank
+    return max(1, rank_for(in_features, out_features, sketch.keep) // sketch.terms)
+
+
+def linear_costs(model: Model) -> tuple[Cost, Cost]:
+    """The cost of the blocks' linear layers: if they were dense, and as they are."""
+    dense_total = total = Cost(0, 0, 0)
+    for block in range(model.layers):
+        for name, size in linear_sizes(model).items():
+            dense = Cost.dense(*size)
+            rank = rank_of(model, f"blocks.{block}.{name}", *size) * model.sketch.terms
+            form = Cost.low_rank if model.linear == "low_rank" else Cost.sketched
+            dense_total += dense
+            total += form(*size, rank) if rank else dense
+    return dense_total, total

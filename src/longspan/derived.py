@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from longspan.config import BLOCK_SPARSE_KEYS, Attention, Model, Run
+from longspan.costs import linear_costs
 
 
 def derived_values(run: Run, world: int = 1) -> dict[str, str]:
@@ -28,7 +29,7 @@ def derived_values(run: Run, world: int = 1) -> dict[str, str]:
 
 
 def _linear_text(model: Model) -> str:
-    dense, cost = model.linear_costs()
+    dense, cost = linear_costs(model)
     training = (cost.forward + cost.backward) / (dense.forward + dense.backward)
     return (
         f"{model.linear}, {cost.stored:,} parameters instead of {dense.stored:,} "

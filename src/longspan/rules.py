@@ -23,6 +23,7 @@ from longspan.config import (
     Sketch,
     Train,
 )
+from longspan.costs import linear_sizes
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ def _sketch_rules(model: Model) -> Problems:
     globs = {"model.sketch.layers": sketch.layers}
     globs |= {f"model.sketch.ranks.{glob}": glob for glob in sketch.ranks}
     blocks = range(min(model.layers, 1024))  # enough to find a typo
-    names = [f"blocks.{index}.{layer}" for index in blocks for layer in model.linear_sizes]
+    names = [f"blocks.{index}.{layer}" for index in blocks for layer in linear_sizes(model)]
     for path, glob in globs.items():
         if not any(fnmatchcase(name, glob) for name in names):
             message = f"{glob!r} matches no linear layer: use names such as {names[0]}"

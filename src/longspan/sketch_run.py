@@ -19,6 +19,7 @@ from torch import nn
 from longspan.checkpoint import CHECKPOINTS, TensorShard, latest, open_checkpoint, save
 from longspan.checkpoint.format import MANIFEST
 from longspan.config import Run, Sketch
+from longspan.costs import linear_sizes
 from longspan.data import Sample, Source, collate, open_source
 from longspan.device import autocast
 from longspan.errors import UserError
@@ -215,7 +216,7 @@ def _ranks(model: Decoder, run: Run) -> dict[str, int]:
     """The rank of each layer's terms; one entry for all blocks if they agree."""
     ranks: dict[str, int] = {}
     blocks = run.model.layers
-    for layer in run.model.linear_sizes:
+    for layer in linear_sizes(run.model):
         found = [_rank(model.get_submodule(f"blocks.{i}.{layer}")) for i in range(blocks)]
         names = ["*"] if len(set(found)) == 1 else [str(i) for i in range(blocks)]
         ranks |= {f"blocks.{i}.{layer}": r for i, r in zip(names, found, strict=False)}

@@ -218,10 +218,13 @@ def train_one(rank: int, world: int, name: str, run_dir: str) -> None:
 
 
 def test_the_zero_stage_follows_from_the_layout() -> None:
-    assert zero_stage(run_of(2), 2) == 3
-    assert zero_stage(run_of(2, "layout.zero=0"), 2) == 0
-    assert zero_stage(run_of(2, "layout.replicate=2", "layout.shard=1"), 2) == 0
-    assert zero_stage(run_of(1, "layout.zero=2"), 1) == 2
+    def stage(run: Run, world: int) -> int:
+        return zero_stage(run.layout, run.layout.resolve(world))
+
+    assert stage(run_of(2), 2) == 3
+    assert stage(run_of(2, "layout.zero=0"), 2) == 0
+    assert stage(run_of(2, "layout.replicate=2", "layout.shard=1"), 2) == 0
+    assert stage(run_of(1, "layout.zero=2"), 1) == 2
 
 
 @pytest.mark.parametrize("shape", [(7,), (5, 3), (2, 3, 4), (1, 1)])

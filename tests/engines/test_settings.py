@@ -1,4 +1,4 @@
-"""What DeepSpeed is told, what a file of the user's may say, and runs that are refused."""
+"""DeepSpeed's and Accelerate's settings, what a user's file may add, and runs that are refused."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SMALL = [
 
 def settings(*overrides: str) -> dict[str, object]:
     run = load_run(None, [*SMALL, "engine.name=deepspeed", *overrides], world=2)
-    return deepspeed_settings(run, 2)
+    return deepspeed_settings(run, run.layout.resolve(2))
 
 
-def test_they_follow_from_the_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_settings_follow_from_the_run_file(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["layout.zero=2", "engine.offload_optimizer=cpu", "engine.reduce_bucket_size=1000"]
     command = ["config", "show", "--deepspeed", "--nproc", "2", *SMALL, *options]
     assert main(command) == 0
@@ -47,11 +47,11 @@ def test_they_follow_from_the_run_file(capsys: pytest.CaptureFixture[str]) -> No
     assert zero["reduce_bucket_size"] == zero["allgather_bucket_size"] == 1000
 
 
-def test_a_file_that_agrees_is_taken_and_may_add(tmp_path: Path) -> None:
+def test_a_file_that_agrees_is_accepted_and_may_add_settings(tmp_path: Path) -> None:
     file = tmp_path / "ds.json"
-    own = settings()
-    file.write_text(json.dumps(own))
-    assert settings(f"engine.deepspeed_config={file}") == own
+    derived = settings()
+    file.write_text(json.dumps(derived))
+    assert settings(f"engine.deepspeed_config={file}") == derived
     added = {
         "zero_optimization": {"stage": "auto", "sub_group_size": 1000, "reduce_bucket_size": 77},
         "flops_profiler": {"enabled": True},
@@ -107,15 +107,15 @@ def test_unsupported_settings_are_refused(capsys: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.parametrize(
-    "own",
+    "added",
     [
         {"data_types": {"grad_accum_dtype": "bf16"}},
         {"communication_data_type": "fp16"},
         {"prescale_gradients": True},
     ],
 )
-def test_a_file_does_not_change_what_is_computed(tmp_path: Path, own: dict[str, object]) -> None:
-    (tmp_path / "ds.json").write_text(json.dumps(own))
+def test_a_file_may_not_change_what_is_computed(tmp_path: Path, added: dict[str, object]) -> None:
+    (tmp_path / "ds.json").write_text(json.dumps(added))
     with pytest.raises(UserError, match="is not set by the run file"):
         settings(f"engine.deepspeed_config={tmp_path / 'ds.json'}")
 
@@ -161,7 +161,7 @@ def test_unsupported_layouts_are_refused(options: list[str], message: str) -> No
 
 
 @pytest.mark.parametrize("mode", ["fsdp2", "deepspeed"])
-def test_accelerate_is_held_to_its_mode(
+def test_a_mode_that_accelerate_replaces_is_refused(
     mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     options = ["engine.name=accelerate", f"engine.mode={mode}", "--nproc", "2"]

@@ -9,6 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from longspan.config import Model
+from longspan.costs import linear_costs, linear_sizes
 from longspan.models import build_decoder, count_parameters, new_decoder
 from longspan.models.decoder import Decoder
 from longspan.runfile import load_run, parse_run
@@ -140,8 +141,8 @@ def test_decoding_with_the_kv_cache_equals_the_full_forward(options: list[str]) 
 def test_linear_costs_of_the_config_equal_those_of_the_model(options: list[str]) -> None:
     run = load_run(None, [*TINY, *options])
     found = report(new_decoder(run))
-    assert run.model.linear_costs() == (found.before, found.after)
-    assert {row.name.split(".", 2)[2] for row in found.rows} == set(run.model.linear_sizes)
+    assert linear_costs(run.model) == (found.before, found.after)
+    assert {row.name.split(".", 2)[2] for row in found.rows} == set(linear_sizes(run.model))
 
 
 @torch.no_grad()
@@ -152,7 +153,7 @@ def test_factored_layers_are_initialised_with_the_variance_of_dense_ones() -> No
         for linear in ("sketched", "low_rank"):
             options = [*TINY, *wide, *extra, f"model.linear={linear}", "model.sketch.keep=0.4"]
             model = build_decoder(load_run(None, options), torch.device("cpu"))
-            for name in Model().linear_sizes:
+            for name in linear_sizes(Model()):
                 layers = (m.get_submodule(f"blocks.0.{name}") for m in (model, dense))
                 ours, plain = (float(x.weight.std()) for x in layers)  # type: ignore[operator]
                 assert abs(ours / plain - 1) < 0.05, (linear, name)

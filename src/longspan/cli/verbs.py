@@ -349,11 +349,11 @@ def config_show(args: argparse.Namespace) -> None:
         from longspan.device import choose_device, resolve
         from longspan.engines.settings import accelerate_settings, deepspeed_settings
 
-        resolved = resolve(run, choose_device(run))
+        resolved, ranks = resolve(run, choose_device(run)), run.layout.resolve(args.nproc)
         if args.deepspeed:
-            print(json.dumps(deepspeed_settings(resolved, args.nproc), indent=1))
+            print(json.dumps(deepspeed_settings(resolved, ranks), indent=1))
         else:
-            print(yaml.safe_dump(accelerate_settings(resolved, args.nproc)), end="")
+            print(yaml.safe_dump(accelerate_settings(resolved, ranks)), end="")
         return
     from longspan.models import count_parameters
 

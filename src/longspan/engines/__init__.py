@@ -41,6 +41,6 @@ def open_engine(
     from longspan.engines.accelerate import AccelerateDeepSpeedEngine
     from longspan.engines.deepspeed import DeepSpeedEngine
 
-    settings = deepspeed_settings(run, mesh.world.size)
+    settings = deepspeed_settings(run, mesh.ranks)
     kind = DeepSpeedEngine if run.engine.name == "deepspeed" else AccelerateDeepSpeedEngine
     return kind(*common, settings)

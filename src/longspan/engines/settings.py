@@ -6,11 +6,12 @@ A user's own DeepSpeed file may add settings; values that contradict the run fil
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from longspan.config import Run
+from longspan.config import Layout, Run
 from longspan.errors import UserError
 from longspan.models import count_parameters
 
@@ -47,18 +48,18 @@ CHANGES_STEP = (
 """Settings that would change what a step computes."""
 
 
-def zero_stage(run: Run, world: int) -> int:
+def zero_stage(layout: Layout, ranks: Mapping[str, int]) -> int:
     """DeepSpeed's ZeRO stage: that of the layout, or 0 if ranks are replicas."""
-    return run.layout.zero if run.layout.resolve(world)["replicate"] == 1 else 0
+    return layout.zero if ranks["replicate"] == 1 else 0
 
 
-def deepspeed_settings(run: Run, world: int) -> Settings:
-    """The complete configuration of a run whose precision is resolved.
+def deepspeed_settings(run: Run, ranks: Mapping[str, int]) -> Settings:
+    """The complete configuration of a run whose precision is resolved, on `ranks` per axis.
 
     Settings of `engine.deepspeed_config` that the run file does not decide are added; UserError
     lists every value that contradicts it.
     """
-    fixed, path = _from_run(run, world), run.engine.deepspeed_config
+    fixed, path = _from_run(run, ranks), run.engine.deepspeed_config
     users = _read(Path(path)) if path else {}
     if conflicts := list(_conflicts(users, fixed)):
         width = max(len(name) for name, _ in conflicts)
@@ -70,9 +71,10 @@ def deepspeed_settings(run: Run, world: int) -> Settings:
     return _merged(_merged(_defaults(run), users), fixed)
 
 
-def _from_run(run: Run, world: int) -> Settings:
+def _from_run(run: Run, ranks: Mapping[str, int]) -> Settings:
     """Settings that the run file decides."""
-    train, engine, stage = run.train, run.engine, zero_stage(run, world)
+    train, engine, stage = run.train, run.engine, zero_stage(run.layout, ranks)
+    samples = train.micro_batch * math.prod(ranks.values())  # per micro-batch, on all ranks
     zero = {
         "stage": stage,
         "overlap_comm": engine.overlap_comm,
@@ -87,7 +89,8 @@ def _from_run(run: Run, world: int) -> Settings:
     return {
         "train_batch_size": train.global_batch,
         "train_micro_batch_size_per_gpu": train.micro_batch,
-        "gradient_accumulation_steps": train.global_batch // (train.micro_batch * world),
+        "gradient_accumulation_steps": train.global_batch
+        // (train.micro_batch * math.prod(ranks.values())),
         "gradient_clipping": train.grad_clip,
         "optimizer": {
             "type": "AdamW",
@@ -195,9 +198,9 @@ def accelerate_mode(mode: str, shard_ranks: int) -> str:
     return "fsdp2" if shard_ranks > 1 else "plain"
 
 
-def accelerate_settings(run: Run, world: int) -> Settings:
+def accelerate_settings(run: Run, ranks: Mapping[str, int]) -> Settings:
     """Accelerate's configuration for `accelerate launch`, of a run whose device is resolved."""
-    mode = accelerate_mode(run.engine.mode, run.layout.resolve(world)["shard"])
+    mode, world = accelerate_mode(run.engine.mode, ranks["shard"]), math.prod(ranks.values())
     on_gpu = run.train.device == "cuda"
     plain = "NO" if world == 1 else "MULTI_GPU" if on_gpu else "MULTI_CPU"
     settings: Settings = {

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 from longspan.attention import Pattern
 from longspan.config import Model
+from longspan.costs import linear_costs
 
 
 class StageFlops(NamedTuple):
@@ -22,7 +23,7 @@ def stage_flops(model: Model, pattern: Pattern, context: int) -> StageFlops:
 
     An embedding is looked up: it costs its row, not its matrix.
     """
-    linear = model.linear_costs()[1].forward / model.layers
+    linear = linear_costs(model)[1].forward / model.layers
     attention = pattern.flops(context, model.heads, model.head_dim, is_causal=True) / context
     return StageFlops(2.0 * model.hidden, linear + attention, 2.0 * model.hidden * model.vocab)
 
@@ -34,7 +35,7 @@ def flops_per_sample(model: Model, pattern: Pattern, context: int) -> tuple[floa
     count. An untied embedding is looked up, not multiplied by. The fixed factors of sketched layers
     are multiplied by, but have no gradient.
     """
-    _, linear = model.linear_costs()
+    _, linear = linear_costs(model)
     matrices = linear.forward + linear.backward + 6 * model.hidden * model.vocab
     attention = pattern.flops(context, model.heads, model.head_dim, is_causal=True)
     return float(matrices * context), 3.0 * model.layers * attention

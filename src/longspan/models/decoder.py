@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from longspan.attention import Dense, KVCache, Pattern, attend, pattern_of
 from longspan.config import Model, Run
+from longspan.costs import linear_sizes, rank_of
 from longspan.errors import UserError
 from longspan.nn import (
     MakeLinear,
@@ -74,7 +75,7 @@ class Block(nn.Module):
 def _linear(model: Model, block: int, name: str, in_features: int, out_features: int) -> nn.Module:
     """A block's linear layer: dense, low-rank or sketched, as `model` configures it."""
     full_name = f"blocks.{block}.{name}"
-    rank = model.rank_of(full_name, in_features, out_features)
+    rank = rank_of(model, full_name, in_features, out_features)
     if rank == 0:
         return nn.Linear(in_features, out_features, bias=False)
     if model.linear == "low_rank":
@@ -223,7 +224,7 @@ def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Ten
     if model.sub_layer_norm and module not in ("embedding", "head"):
         gain = 1.0 if module in ("query", "key") else math.sqrt(math.log(2 * model.layers))
         layer = name.split(".", 2)[2].rsplit(".", 1)[0]  # of blocks.3.mlp.up.weight: mlp.up
-        std = gain * math.sqrt(2 / sum(model.linear_sizes[layer]))
+        std = gain * math.sqrt(2 / sum(linear_sizes(model)[layer]))
     else:
         std = math.sqrt(2 / (5 * model.hidden))
         if module in ("out", "down"):

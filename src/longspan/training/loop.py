@@ -12,19 +12,23 @@ from pathlib import Path
 from textwrap import shorten
 
 import torch
+from torch import nn
 
 from longspan.checkpoint import CHECKPOINTS
 from longspan.config import Run
-from longspan.data import open_source
+from longspan.data import Source, open_source
+from longspan.derived import derived_values
 from longspan.device import autocast, choose_device, resolve
 from longspan.engines import open_engine
 from longspan.errors import Diverged, OutOfMemory, Stopped
 from longspan.export.huggingface import weight_reader
 from longspan.faults import fault_point
+from longspan.models import count_parameters
 from longspan.models.generation import encode_prompt
 from longspan.parallel.activation_checkpointing import offload_activations
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
+from longspan.parallel.pipeline import PipelinedDecoder
 from longspan.parallel.world import World
 from longspan.runfile import check_run_folder
 from longspan.tracking import (
@@ -45,7 +49,6 @@ from longspan.training.saving import Saver
 from longspan.training.signals import StopRequests
 from longspan.training.state import TrainState, newest_intact, resume_key
 from longspan.training.step import train_step
-from longspan.training.summary import summary
 from longspan.training.watchdog import Watchdog
 
 CAUSE_WIDTH = 160
@@ -142,7 +145,7 @@ def _train(
         reporter.print(
             f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
         )
-        reporter.print_table(summary(run, engine.module, source, mesh.world.size))
+        reporter.print_table(_summary(run, engine.module, source, mesh.world.size))
         if not evaluation.samples:
             reporter.print("no evaluation: the validation split holds less than one sample")
         history.write(
@@ -221,6 +224,22 @@ def _train(
         tokens_per_s=meter.median_rate,
         sample=sample,
     )
+
+
+def _summary(run: Run, module: nn.Module, source: Source, world: int) -> dict[str, str]:
+    """Model, data, derived values, pipeline, engine and device, as text."""
+    train = run.train
+    pipeline = {"pipeline": module.describe()} if isinstance(module, PipelinedDecoder) else {}
+    engine = {} if run.engine.name == "native" else {"engine": run.engine.name}
+    compiled = ", compiled" if train.compile else ""
+    return {
+        "model": f"{run.model.preset}, {count_parameters(run.model):,} parameters",
+        "data": source.describe(),
+        **derived_values(run, world),
+        **pipeline,
+        **engine,
+        "device": f"{train.device}, {train.precision}{compiled}",
+    }
 
 
 @contextmanager
