@@ -1,4 +1,4 @@
-"""Counting what is sent between ranks."""
+"""Count collectives and the bytes that they communicate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Collectives(TorchDispatchMode):
-    """Counts the operators of torch.distributed by name, and the bytes each is given."""
+    """Counts the operators of torch.distributed by name, and the bytes of their inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -19,9 +19,9 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.__name__.split(".")[0].removesuffix("_")
-        is_sent = name not in ("wait_tensor", "_wrap_tensor_autograd")
-        if is_sent and func.namespace in ("c10d", "_c10d_functional"):
+        is_collective = name not in ("wait_tensor", "_wrap_tensor_autograd")
+        if is_collective and func.namespace in ("c10d", "_c10d_functional"):
             self.counts[name] += 1
-            given = args[0] if isinstance(args[0], Tensor) else args[0][0]
-            self.bytes[name] += given.nbytes if isinstance(given, Tensor) else 0
+            first = args[0] if isinstance(args[0], Tensor) else args[0][0]
+            self.bytes[name] += first.nbytes if isinstance(first, Tensor) else 0
         return func(*args, **(kwargs or {}))

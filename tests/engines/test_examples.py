@@ -16,7 +16,7 @@ START = """
 import runpy, sys
 if "deepspeed" in sys.argv[1]:
     import deepspeed
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # or a minute of compiling
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # saves a minute of compilation
 runpy.run_path(sys.argv[1])
 """
 
@@ -35,7 +35,7 @@ def test_a_custom_loop_learns(
     losses = re.findall(r"rank [01]: loss ([\d.]+)", output)
     assert len(losses) == 2
     assert losses[0] == losses[1]  # the same gradients on both
-    assert float(losses[0]) < 2  # from 5.5, that of 256 equally likely bytes
+    assert float(losses[0]) < 2  # from 5.5, that of a uniform guess among 256 bytes
 
 
 def test_the_docs_show_the_examples_as_they_are() -> None:
@@ -45,7 +45,7 @@ def test_the_docs_show_the_examples_as_they_are() -> None:
         assert code in page, path.name
 
 
-def test_a_model_is_made_as_a_run_makes_it() -> None:
+def test_create_model_takes_overrides_as_a_run_does() -> None:
     model = create_model("model.hidden=32", "model.layers=1", "model.heads=2")
     assert model.embedding.weight.shape == (256, 32)
     with pytest.raises(ValueError, match="expected one run file"):

@@ -1,4 +1,4 @@
-"""ZeRO-Infinity: parameters and optimizer state on NVMe, by `make nvme`, which compiles once."""
+"""ZeRO-Infinity: parameters and optimizer state on NVMe. `make nvme` runs it and compiles once."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from longspan.cli import main
 
 SETTINGS = {
     "zero_optimization": {
-        # Unless told, DeepSpeed keeps a billion parameters in memory and has five buffers.
+        # By default DeepSpeed keeps a billion parameters in memory and has five buffers.
         "offload_param": {"max_in_cpu": 0, "buffer_size": 4_000_000, "buffer_count": 12}
     }
 }
 OPTIONS = [
-    "model.hidden=1024",  # only what has a mebibyte on a rank goes to the disk
+    "model.hidden=1024",  # only tensors of at least 1 MiB per rank are swapped
     "model.layers=1",
     "model.heads=4",
     "data.source=recall",
@@ -72,7 +72,7 @@ def test_it_resumes_from_and_to_other_engines(options: list[str], tmp_path: Path
         return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
     whole = train("whole", 4, "engine.name=native")
-    train("parts", 1, "engine.name=native")
-    train("parts", 3, "--nproc", "2")
-    parts = train("parts", 4, "engine.name=native")
-    assert parts == pytest.approx(whole, rel=1e-5)
+    train("resumed", 1, "engine.name=native")
+    train("resumed", 3, "--nproc", "2")
+    resumed = train("resumed", 4, "engine.name=native")
+    assert resumed == pytest.approx(whole, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Moments in eight bits: nearly the same training, and the same checkpoints."""
+"""8-bit moments: nearly the same losses, and the same checkpoints."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from longspan.runfile import load_run
 from longspan.training import train
 from tests.harness import Ranks
 
-EIGHT = "train.optimizer=adamw8bit"
+EIGHT_BIT = "train.optimizer=adamw8bit"
 
 
 def run_of(*overrides: str, world: int = 1) -> Run:
@@ -47,9 +47,9 @@ def train_eagerly(run: Run, run_dir: Path, *, resume: bool = False, world: World
         return train(run, run_dir, resume=resume, world=world)
 
 
-def test_eight_bits_train_as_thirty_two(tmp_path: Path) -> None:
+def test_8_bit_moments_train_like_32_bit_moments(tmp_path: Path) -> None:
     train(run_of(), tmp_path / "32")
-    train_eagerly(run_of(EIGHT), tmp_path / "8")
+    train_eagerly(run_of(EIGHT_BIT), tmp_path / "8")
     exact, found = losses(tmp_path / "32"), losses(tmp_path / "8")
     assert exact[-1] < 0.7 * exact[0]
     last, expected = sum(found[-10:]) / 10, sum(exact[-10:]) / 10
@@ -61,13 +61,13 @@ def final(run_dir: Path, steps: int) -> dict[str, torch.Tensor]:
     return load(run_dir / "checkpoints" / f"step-{steps:08d}", "model")
 
 
-def test_a_run_goes_on_with_the_same_eight_bits(tmp_path: Path) -> None:
-    train_eagerly(run_of(EIGHT, "train.steps=6"), tmp_path / "whole")
-    train_eagerly(run_of(EIGHT, "train.steps=3"), tmp_path / "parts")
-    train_eagerly(run_of(EIGHT, "train.steps=6"), tmp_path / "parts", resume=True)
-    whole, parts = final(tmp_path / "whole", 6), final(tmp_path / "parts", 6)
+def test_a_run_resumes_with_the_same_8_bit_moments(tmp_path: Path) -> None:
+    train_eagerly(run_of(EIGHT_BIT, "train.steps=6"), tmp_path / "whole")
+    train_eagerly(run_of(EIGHT_BIT, "train.steps=3"), tmp_path / "resumed")
+    train_eagerly(run_of(EIGHT_BIT, "train.steps=6"), tmp_path / "resumed", resume=True)
+    whole, resumed = final(tmp_path / "whole", 6), final(tmp_path / "resumed", 6)
     for name, weight in whole.items():
-        assert (parts[name] - weight).norm() <= 1e-6 * weight.norm(), name
+        assert (resumed[name] - weight).norm() <= 1e-6 * weight.norm(), name
 
 
 def train_rank(rank: int, world: int, overrides: list[str], run_dir: str, resume: bool) -> None:
@@ -75,11 +75,11 @@ def train_rank(rank: int, world: int, overrides: list[str], run_dir: str, resume
     train_eagerly(run, Path(run_dir), resume=resume, world=World(rank, world, rank))
 
 
-def test_sharded_eight_bits_go_on_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
-    """Within what eight bits are worth: a rank's small part of a tensor stays in 32 bits."""
-    train_eagerly(run_of(EIGHT, "train.steps=6"), tmp_path / "whole")
-    ranks.run(train_rank, 2, [EIGHT, "train.steps=3"], str(tmp_path / "parts"), False)
-    train_eagerly(run_of(EIGHT, "train.steps=6"), tmp_path / "parts", resume=True)
-    whole, parts = final(tmp_path / "whole", 6), final(tmp_path / "parts", 6)
+def test_sharded_8_bit_moments_resume_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    """To within 8-bit precision: small shards stay in 32 bits, the full tensors do not."""
+    train_eagerly(run_of(EIGHT_BIT, "train.steps=6"), tmp_path / "whole")
+    ranks.run(train_rank, 2, [EIGHT_BIT, "train.steps=3"], str(tmp_path / "resumed"), False)
+    train_eagerly(run_of(EIGHT_BIT, "train.steps=6"), tmp_path / "resumed", resume=True)
+    whole, resumed = final(tmp_path / "whole", 6), final(tmp_path / "resumed", 6)
     for name, weight in whole.items():
-        assert (parts[name] - weight).norm() <= 5e-3 * weight.norm(), name
+        assert (resumed[name] - weight).norm() <= 5e-3 * weight.norm(), name

@@ -1,4 +1,4 @@
-"""Activation checkpointing and offload: less memory, the same bits."""
+"""Activation checkpointing and offload: less memory, and bitwise equal weights."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def final_bytes(run_dir: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["dilated", "dense"])
-def test_it_never_changes_a_bit(kind: str, tmp_path: Path) -> None:
+def test_weights_are_bitwise_equal(kind: str, tmp_path: Path) -> None:
     dense = ["attention.kind=dense", "attention.segment_lengths=[]", "attention.dilation_rates=[]"]
     pattern = dense if kind == "dense" else []
     train(run_of(*pattern), tmp_path / "plain")
@@ -65,17 +65,19 @@ def train_rank(rank: int, world: int, overrides: list[str], run_dir: str) -> Non
 @pytest.mark.parametrize(
     "layout", ["layout.zero=3", "layout.tensor=2", "layout.pipeline=2", "layout.sequence=2"]
 )
-def test_nor_does_it_in_a_layout(ranks: Ranks, tmp_path: Path, layout: str, change: str) -> None:
-    for name, changes in (("plain", []), ("again", [change])):
+def test_weights_are_bitwise_equal_in_a_layout(
+    ranks: Ranks, tmp_path: Path, layout: str, change: str
+) -> None:
+    for name, changes in (("plain", []), ("changed", [change])):
         ranks.run(train_rank, 2, [layout, *changes], str(tmp_path / name))
-    assert final_bytes(tmp_path / "again") == final_bytes(tmp_path / "plain")
+    assert final_bytes(tmp_path / "changed") == final_bytes(tmp_path / "plain")
 
 
-def test_a_run_goes_on_without_it(tmp_path: Path) -> None:
+def test_a_run_resumes_without_it(tmp_path: Path) -> None:
     train(run_of(), tmp_path / "plain")
-    train(run_of("train.activation_checkpointing=full", "train.steps=2"), tmp_path / "again")
-    train(run_of(), tmp_path / "again", resume=True)
-    assert final_bytes(tmp_path / "again") == final_bytes(tmp_path / "plain")
+    train(run_of("train.activation_checkpointing=full", "train.steps=2"), tmp_path / "changed")
+    train(run_of(), tmp_path / "changed", resume=True)
+    assert final_bytes(tmp_path / "changed") == final_bytes(tmp_path / "plain")
 
 
 def saved_bytes(mode: str) -> int:
@@ -100,5 +102,5 @@ def saved_bytes(mode: str) -> int:
     return sum(saved.values())
 
 
-def test_full_saves_less() -> None:
+def test_full_saves_fewer_activations() -> None:
     assert saved_bytes("full") < saved_bytes("none") / 3

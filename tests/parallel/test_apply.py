@@ -1,4 +1,4 @@
-"""Every layout against one process: losses, gradient norms, weights and validation loss.
+"""Every layout compared with one process: losses, gradient norms, weights, validation loss.
 
 Most layouts are compared in-process over a few steps; a dozen train whole runs, with checkpoints.
 """
@@ -21,7 +21,7 @@ from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training import train
 from tests.harness import Ranks
-from tests.steps import Steps, assert_same_steps, take_steps
+from tests.steps import Steps, assert_same_steps, run_steps
 
 STEPS = 3
 BATCH = 8
@@ -51,13 +51,13 @@ def run_of(world: int, *overrides: str) -> Run:
 
 
 def steps_of(rank: int, world: int, overrides: list[str]) -> Steps:
-    return take_steps(rank, world, run_of(world, *overrides), STEPS)
+    return run_steps(rank, world, run_of(world, *overrides), STEPS)
 
 
 @cache
-def steps_alone(*settings: str) -> Steps:
-    """The same steps in one process, by the settings that a layout must not change."""
-    return take_steps(0, 1, run_of(1, *settings), STEPS)
+def single_process_steps(*settings: str) -> Steps:
+    """The same steps in one process, with the settings that a layout must not change."""
+    return run_steps(0, 1, run_of(1, *settings), STEPS)
 
 
 def ids(x: Any) -> str:
@@ -117,7 +117,7 @@ def test_a_layout_takes_the_same_steps(
     accumulation = max(2, axes["pipeline"])
     micro_batch = BATCH // (accumulation * axes["replicate"] * axes["shard"])
     options = [*layout, *model, f"train.micro_batch={micro_batch}"]
-    assert_same_steps(ranks.run(steps_of, world, options), steps_alone(*model))
+    assert_same_steps(ranks.run(steps_of, world, options), single_process_steps(*model))
 
 
 PATTERNS = {
@@ -147,7 +147,7 @@ NO_BRANCHES = ["attention.segment_lengths=[]", "attention.dilation_rates=[]"]
 def test_other_patterns_take_the_same_steps(ranks: Ranks, kind: str, layout: list[str]) -> None:
     pattern = (*NO_BRANCHES, *PATTERNS[kind])
     options = [*layout, *pattern, "train.micro_batch=4"]
-    assert_same_steps(ranks.run(steps_of, 4, options), steps_alone(*pattern))
+    assert_same_steps(ranks.run(steps_of, 4, options), single_process_steps(*pattern))
 
 
 LINEARS = {
@@ -188,12 +188,12 @@ def test_other_linear_layers_take_the_same_steps(
     ranks: Ranks, linear: str, world: int, layout: list[str]
 ) -> None:
     options = [*layout, *LINEARS[linear], "train.micro_batch=2"]
-    assert_same_steps(ranks.run(steps_of, world, options), steps_alone(*LINEARS[linear]))
+    assert_same_steps(ranks.run(steps_of, world, options), single_process_steps(*LINEARS[linear]))
 
 
 def steps_compiled(rank: int, world: int, overrides: list[str]) -> Steps:
-    torch._dynamo.reset()  # of another run in this process, with other sizes
-    return take_steps(rank, world, run_of(world, *overrides), 1)
+    torch._dynamo.reset()  # forget other runs in this process, with other shapes
+    return run_steps(rank, world, run_of(world, *overrides), 1)
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
@@ -203,8 +203,8 @@ def steps_compiled(rank: int, world: int, overrides: list[str]) -> Steps:
 def test_blocks_are_compiled_within_a_layout(ranks: Ranks, layout: str, linear: list[str]) -> None:
     model = ["model.layers=1", *linear]
     options = [layout, "train.micro_batch=8", "train.compile=true", "train.eval_samples=8", *model]
-    alone = take_steps(0, 1, run_of(1, *model, "train.eval_samples=8"), 1)
-    assert_same_steps(ranks.run(steps_compiled, 2, options, timeout=400), alone)
+    expected = run_steps(0, 1, run_of(1, *model, "train.eval_samples=8"), 1)
+    assert_same_steps(ranks.run(steps_compiled, 2, options, timeout=400), expected)
 
 
 def train_rank(rank: int, world: int, overrides: list[str], run_dir: str, resume: bool) -> float:
@@ -223,8 +223,8 @@ def trained(run_dir: Path, last: int = STEPS) -> tuple[torch.Tensor, dict[str, t
     return torch.tensor(steps, dtype=torch.float64), weights
 
 
-def assert_same_run(run_dir: Path, alone: Path) -> None:
-    (steps, weights), (expected_steps, expected_weights) = trained(run_dir), trained(alone)
+def assert_same_run(run_dir: Path, expected: Path) -> None:
+    (steps, weights), (expected_steps, expected_weights) = trained(run_dir), trained(expected)
     torch.testing.assert_close(steps, expected_steps, rtol=1e-5, atol=0)
     assert weights.keys() == expected_weights.keys()
     for name, weight in weights.items():
@@ -233,15 +233,15 @@ def assert_same_run(run_dir: Path, alone: Path) -> None:
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """The folder of a run in one process, by the settings that a layout must not change."""
+    """The folder of a run in one process, with the settings that a layout must not change."""
 
     @cache
-    def run_alone(*settings: str) -> Path:
+    def run_single(*settings: str) -> Path:
         run_dir = tmp_path_factory.mktemp("single") / "run"
         train(run_of(1, *settings), run_dir)
         return run_dir
 
-    return run_alone
+    return run_single
 
 
 @pytest.mark.parametrize(
@@ -271,10 +271,10 @@ def test_a_layout_trains_the_same_run(
 
 
 def test_a_run_resumes_under_another_layout(ranks: Ranks, tmp_path: Path) -> None:
-    whole, parts, steady = tmp_path / "whole", tmp_path / "parts", "train.schedule=constant"
-    train(run_of(1, steady), whole)
+    whole, resumed, constant = tmp_path / "whole", tmp_path / "resumed", "train.schedule=constant"
+    train(run_of(1, constant), whole)
     replicated = ["layout.replicate=2", "layout.shard=1", "train.steps=2"]
-    ranks.run(train_rank, 4, ["layout.zero=3", "train.steps=1", steady], str(parts), False)
-    ranks.run(train_rank, 2, [*replicated, steady], str(parts), True)
-    train(run_of(1, steady), parts, resume=True)
-    assert_same_run(parts, whole)
+    ranks.run(train_rank, 4, ["layout.zero=3", "train.steps=1", constant], str(resumed), False)
+    ranks.run(train_rank, 2, [*replicated, constant], str(resumed), True)
+    train(run_of(1, constant), resumed, resume=True)
+    assert_same_run(resumed, whole)

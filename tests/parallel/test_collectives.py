@@ -31,23 +31,23 @@ SMALL = [
 def collectives_of_a_step(rank: int, world: int, overrides: list[str]) -> dict[str, int]:
     run = load_run(None, [*SMALL, *overrides], world=world)
     with open_state(run, rank, world) as (state, source):
-        train_step(state, source, run.train, CPU)  # the first sets things up
+        train_step(state, source, run.train, CPU)  # the first one also initialises
         with Collectives() as mode, torch.profiler.profile() as profile:
             train_step(state, source, run.train, CPU)
-    below = Counter(e.name for e in profile.events() if e.name.startswith("gloo:"))
-    seen = {name: count for name, count in mode.counts.items() if count}
-    return {**seen, **below}
+    gloo = Counter(e.name for e in profile.events() if e.name.startswith("gloo:"))
+    dispatched = {name: count for name, count in mode.counts.items() if count}
+    return {**dispatched, **gloo}
 
 
-def test_replicated(ranks: Ranks) -> None:
+def test_ddp(ranks: Ranks) -> None:
     overrides = ["layout.replicate=2", "layout.shard=1", "train.global_batch=4"]
     counts = ranks.run(collectives_of_a_step, 2, overrides)[0]
     bucket = 1  # all gradients, after the last of two micro-batches (gradient accumulation)
-    assert counts["gloo:all_reduce"] == bucket + STEP
+    assert counts["gloo:all_reduce"] == bucket + PER_STEP
 
 
 BLOCKS_AND_ROOT = LAYERS + 1
-STEP = 2
+PER_STEP = 2
 """All-reduces of every step: the loss and the gradient norm."""
 
 
@@ -63,7 +63,7 @@ STEP = 2
         (["layout.zero=1"], 2, None, BLOCKS_AND_ROOT),
     ],
 )
-def test_sharded(
+def test_zero_stages(
     ranks: Ranks, overrides: list[str], micro_batches: int, gathers: int | None, scatters: int
 ) -> None:
     batch = f"train.global_batch={2 * micro_batches}"
@@ -71,13 +71,13 @@ def test_sharded(
     if gathers is not None:
         assert counts["_allgather_base"] == gathers
     assert counts["_reduce_scatter_base"] == scatters
-    assert counts["allreduce"] == STEP
+    assert counts["allreduce"] == PER_STEP
 
 
-def test_tensor(ranks: Ranks) -> None:
+def test_tensor_parallel(ranks: Ranks) -> None:
     counts = ranks.run(collectives_of_a_step, 2, ["layout.tensor=2"])[0]
-    per_block = 2 + 2  # the residual stream forward, the inputs' gradients backward
-    loss = 3  # the softmax's largest score, its sums, the gradient of what the head reads
+    per_block = 2 + 2  # outputs in the forward pass, gradients of inputs in the backward pass
+    loss = 3  # maximum and sum of the softmax, gradient of the head's input
     embedding, norm = 1, 1
     assert {name: n for name, n in counts.items() if not name.startswith("gloo:")} == {
         "all_reduce": LAYERS * per_block + embedding,  # by DTensor
@@ -85,16 +85,16 @@ def test_tensor(ranks: Ranks) -> None:
     }
 
 
-def test_tensor_with_sketched_layers(ranks: Ranks) -> None:
+def test_tensor_parallel_sketched_layers(ranks: Ranks) -> None:
     sketched = ["model.linear=sketched", "model.sketch.terms=2", "model.sketch.rank=3"]
     counts = ranks.run(collectives_of_a_step, 2, ["layout.tensor=2", *sketched])[0]
-    per_block = 2 * 7 + 2 * 2  # between the factors of seven layers, and two norms, both ways
+    per_block = 2 * 7 + 2 * 2  # seven layers and two norms, forward and backward
     final_norm = 2
     loss, norm = 3, 1
     assert {name: n for name, n in counts.items() if not name.startswith("gloo:")} == {
         "all_reduce": LAYERS * per_block + final_norm,
-        "reduce_scatter_tensor": 1,  # the embedding, whose rows lie on the ranks
-        "all_gather_into_tensor": 2,  # its gradient; what the head reads
+        "reduce_scatter_tensor": 1,  # the embedding, which is split by rows
+        "all_gather_into_tensor": 2,  # its gradient; the head's input
         "allreduce": loss + norm,
     }
 
@@ -111,14 +111,14 @@ STRATEGIES = {  # all-to-alls per block: keys and values, then their gradients
         ["attention.segment_lengths=[64]", "attention.dilation_rates=[2]"],
         2,
     ),
-    "ring": (2, DENSE, 3),  # again for the backward pass
+    "ring": (2, DENSE, 3),  # keys and values again in the backward pass
     "ulysses": (4, [*DENSE, "model.heads=4", "model.kv_heads=4"], 8),
 }
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_sequence(ranks: Ranks, strategy: str, mode: str) -> None:
+def test_sequence_parallel(ranks: Ranks, strategy: str, mode: str) -> None:
     """Activation checkpointing repeats no communication."""
     world, overrides, per_block = STRATEGIES[strategy]
     options = [f"layout.sequence={world}", f"train.activation_checkpointing={mode}", *overrides]

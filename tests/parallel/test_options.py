@@ -1,4 +1,4 @@
-"""What a layout can be told beside its axes: sending fewer bytes, offloading, scaling in fp16."""
+"""Options of a layout: gradient compression, CPU offload, loss scaling and mixed precision."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ from tests.parallel.test_apply import assert_same_run, run_of, train_rank, train
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("alone") / "run"
+def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("single") / "run"
     train(run_of(1), run_dir)
     return run_dir
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_offloading_changes_nothing(ranks: Ranks, alone: Path, tmp_path: Path, zero: int) -> None:
+def test_offloading_changes_nothing(ranks: Ranks, single: Path, tmp_path: Path, zero: int) -> None:
     overrides = [f"layout.zero={zero}", "layout.offload=true"]
     ranks.run(train_rank, 2, overrides, str(tmp_path / "run"), False)
-    assert_same_run(tmp_path / "run", alone)
+    assert_same_run(tmp_path / "run", single)
 
 
-@pytest.mark.parametrize(("compress", "most"), [("bf16", 1e-3), ("powersgd", 0.1)])
-def test_compressed_gradients_lead_nearly_the_same_way(
-    ranks: Ranks, alone: Path, tmp_path: Path, compress: str, most: float
+@pytest.mark.parametrize(("method", "tolerance"), [("bf16", 1e-3), ("powersgd", 0.1)])
+def test_gradient_compression_changes_losses_little(
+    ranks: Ranks, single: Path, tmp_path: Path, method: str, tolerance: float
 ) -> None:
-    overrides = ["layout.replicate=2", "layout.shard=1", f"layout.gradient_compression={compress}"]
-    if compress == "powersgd":  # which starts after ten exact steps
+    overrides = ["layout.replicate=2", "layout.shard=1", f"layout.gradient_compression={method}"]
+    if method == "powersgd":  # which starts after ten exact steps
         overrides.append("train.steps=15")
-        alone = tmp_path / "alone"
-        train(run_of(1, "train.steps=15"), alone)
+        single = tmp_path / "single"
+        train(run_of(1, "train.steps=15"), single)
     ranks.run(train_rank, 2, overrides, str(tmp_path / "run"), False)
-    losses, expected = losses_of(tmp_path / "run"), losses_of(alone)
-    apart = ((losses - expected) / expected).abs()
-    assert 0 < apart.max() < most
-    if compress == "powersgd":
-        assert apart[:10].max() < 1e-5 < apart[11:].min()
+    losses, expected = losses_of(tmp_path / "run"), losses_of(single)
+    difference = ((losses - expected) / expected).abs()
+    assert 0 < difference.max() < tolerance
+    if method == "powersgd":
+        assert difference[:10].max() < 1e-5 < difference[11:].min()
 
 
 def losses_of(run_dir: Path) -> torch.Tensor:
@@ -54,7 +54,7 @@ def losses_of(run_dir: Path) -> torch.Tensor:
 
 
 def scaled_step(rank: int, world: int) -> tuple[float, float]:
-    """A step in which one rank alone has a gradient that is not finite."""
+    """A step in which only rank 1 has an infinite gradient."""
     device = torch.device("cpu")
     with open_mesh(Layout(tensor=world), World(rank, world, rank), device) as mesh:
         scaler = grad_scaler(mesh, device, enabled=True)
@@ -68,19 +68,19 @@ def scaled_step(rank: int, world: int) -> tuple[float, float]:
         return weight.item(), scaler.get_scale() / before
 
 
-def test_no_rank_takes_a_step_that_another_cannot(ranks: Ranks) -> None:
+def test_all_ranks_skip_a_step_in_which_one_overflows(ranks: Ranks) -> None:
     assert ranks.run(scaled_step, 2) == [(1.0, 0.5)] * 2
 
 
-SIXTEEN_BITS = ["train.precision=bf16", "model.sub_layer_norm=true"]
+BF16 = ["train.precision=bf16", "model.sub_layer_norm=true"]
 
 
 @pytest.mark.parametrize("option", ["layout.zero=1", "layout.zero=3", "model.linear=sketched"])
-def test_weights_gathered_in_16_bits_compute_what_autocast_does(
+def test_weights_gathered_in_bf16_give_the_losses_of_autocast(
     ranks: Ranks, tmp_path: Path, option: str
 ) -> None:
-    of_model = [option] if option.startswith("model.") else []
-    train(run_of(1, *SIXTEEN_BITS, *of_model), tmp_path / "alone")
-    ranks.run(train_rank, 2, [*SIXTEEN_BITS, option], str(tmp_path / "run"), False)
-    losses, expected = losses_of(tmp_path / "run"), losses_of(tmp_path / "alone")
+    model = [option] if option.startswith("model.") else []
+    train(run_of(1, *BF16, *model), tmp_path / "single")
+    ranks.run(train_rank, 2, [*BF16, option], str(tmp_path / "run"), False)
+    losses, expected = losses_of(tmp_path / "run"), losses_of(tmp_path / "single")
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)

@@ -26,21 +26,21 @@ def test_the_most_expensive_stage_costs_as_little_as_possible(
     run = load_run(None, [f"model.layers={layers}", f"model.vocab={vocab}"])
     flops = stage_flops(run.model, pattern_of(run.attention), run.data.context)
     found, costs = split_layers(layers, flops, stages)
-    assert [layer for part in found for layer in part] == list(range(layers))
+    assert [layer for stage in found for layer in stage] == list(range(layers))
     first, block, last = flops
 
-    def most_expensive(borders: tuple[int, ...]) -> float:
-        ends = (0, *borders, layers)
+    def most_expensive(boundaries: tuple[int, ...]) -> float:
+        ends = (0, *boundaries, layers)
         sums = [block * (b - a) for a, b in pairwise(ends)]
         return max(sums[0] + first, *sums[1:-1], sums[-1] + last)
 
     assert max(costs) == min(map(most_expensive, combinations(range(1, layers), stages - 1)))
-    assert max(costs) == most_expensive(tuple(part.start for part in found[1:]))
+    assert max(costs) == most_expensive(tuple(stage.start for stage in found[1:]))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("ranks", "micro_batches"), [(2, 2), (4, 4), (4, 32)])
-def test_bubble_is_the_published_one(schedule: str, ranks: int, micro_batches: int) -> None:
+def test_bubble_is_that_of_the_papers(schedule: str, ranks: int, micro_batches: int) -> None:
     found = bubble(simple_order(schedule, ranks, micro_batches), [1.0] * ranks)
     assert found == pytest.approx((ranks - 1) / (micro_batches + ranks - 1))
 

@@ -1,4 +1,4 @@
-"""A checkpoint of any layout, taken over by any other: the same bits."""
+"""A checkpoint of any layout, loaded under any other: bitwise equal."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SMALL = [
     "train.steps=2",
     "train.global_batch=4",
     "model.layers=4",
-    "model.ffn=54",  # does not split evenly over two times two
+    "model.ffn=54",  # does not divide evenly by 2 × 2 ranks
     "model.tie_embeddings=true",
 ]
 
@@ -39,13 +39,13 @@ def train_rank(rank: int, world: int, layout: list[str], run_dir: str) -> None:
     train(run, Path(run_dir), world=World(rank, world, rank))
 
 
-def take_over(rank: int, world: int, layout: list[str], folder: str, names: list[str]) -> None:
-    """Restore each run's checkpoint under a layout, and save what came of it."""
+def load_and_save(rank: int, world: int, layout: list[str], folder: str, names: list[str]) -> None:
+    """Load each run's checkpoint under a layout, and save it again."""
     with open_state(run_of(world, *SMALL, *layout), rank, world) as (state, _):
         for name in names:
             path = Path(folder, name, "checkpoints/step-00000002")
             state.restore(open_checkpoint(path))
-            pending = PendingCheckpoint(Path(folder, "again", name), 2)
+            pending = PendingCheckpoint(Path(folder, "resaved", name), 2)
             pending.write(state.tensor_shards(), rank)
             dist.barrier()
             if rank == 0:
@@ -71,25 +71,25 @@ def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("target", LAYOUTS)
-def test_every_layout_takes_over_every_other(
+def test_every_layout_loads_every_other(
     ranks: Ranks, trained: Path, target: str, tmp_path: Path
 ) -> None:
     world, layout = LAYOUTS[target]
     for name in LAYOUTS:
         (tmp_path / name).symlink_to(trained / name)
-    ranks.run(take_over, world, layout, str(tmp_path), list(LAYOUTS))
+    ranks.run(load_and_save, world, layout, str(tmp_path), list(LAYOUTS))
     for name in LAYOUTS:
         before = contents(trained / name / "checkpoints/step-00000002")
-        after = contents(tmp_path / "again" / name / "step-00000002")
+        after = contents(tmp_path / "resaved" / name / "step-00000002")
         assert before.keys() == after.keys()
         assert all(torch.equal(x, after[key]) for key, x in before.items())
-        saved = open_checkpoint(tmp_path / "again" / name / "step-00000002")
+        saved = open_checkpoint(tmp_path / "resaved" / name / "step-00000002")
         assert saved.state["samples"] == 8
 
 
-def test_each_rank_writes_its_own_part(trained: Path) -> None:
+def test_each_rank_writes_its_shard(trained: Path) -> None:
     saved = open_checkpoint(trained / "two by two" / "checkpoints/step-00000002")
     assert saved.files_of("model") == [f"model-0000{rank}.safetensors" for rank in range(4)]
-    boxes = saved.manifest.tensors["model/blocks.0.mlp.up.weight"].shards
-    assert len(boxes) == 4
+    shards = saved.manifest.tensors["model/blocks.0.mlp.up.weight"].shards
+    assert len(shards) == 4
     assert saved.manifest.tensors["model/blocks.0.mlp_norm.weight"].shards[0].shape == (16,)

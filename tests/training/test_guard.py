@@ -74,7 +74,7 @@ def test_a_step_with_nan_gradients_changes_nothing(tmp_path: Path, optimizer: st
     assert found[2]["grad_norm"] is None
 
 
-ROLLED = ["train.steps=7", "checkpoint.every=2", "train.max_skipped_steps=3"]
+ROLLBACK = ["train.steps=7", "checkpoint.every=2", "train.max_skipped_steps=3"]
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, []), (2, ["layout.zero=3"])])
@@ -82,7 +82,7 @@ def test_several_in_a_row_are_rolled_back_and_their_samples_skipped(
     ranks: Ranks, tmp_path: Path, world: int, layout: list[str]
 ) -> None:
     run_dir, bad = tmp_path / "run", {6, 8, 10}
-    arguments = (str(run_dir), [*ROLLED, *layout], bad, torch.nan)
+    arguments = (str(run_dir), [*ROLLBACK, *layout], bad, torch.nan)
     (seen, *others) = ranks.run(train_with_bad_samples, world, *arguments)
     assert all(other == seen for other in others)
     # Steps 4, 5 and 6 are skipped; the checkpoint of step 4 holds the weights of step 3.
@@ -101,14 +101,14 @@ def test_several_in_a_row_are_rolled_back_and_their_samples_skipped(
 def test_a_resumed_run_skips_them_too(tmp_path: Path) -> None:
     """A run that is stopped after a rollback and resumed ends as if it had not stopped."""
     bad = {6, 8, 10}
-    train_with_bad_samples(0, 1, str(tmp_path / "whole"), ROLLED, bad, torch.nan)
-    stopped = [*ROLLED, "train.steps=6"]
-    train_with_bad_samples(0, 1, str(tmp_path / "parts"), stopped, bad, torch.nan)
-    train(run_of(1, *SHORT, *ROLLED), tmp_path / "parts", resume=True)
-    assert same(tensors(tmp_path / "whole", 7), tensors(tmp_path / "parts", 7))
+    train_with_bad_samples(0, 1, str(tmp_path / "whole"), ROLLBACK, bad, torch.nan)
+    stopped = [*ROLLBACK, "train.steps=6"]
+    train_with_bad_samples(0, 1, str(tmp_path / "resumed"), stopped, bad, torch.nan)
+    train(run_of(1, *SHORT, *ROLLBACK), tmp_path / "resumed", resume=True)
+    assert same(tensors(tmp_path / "whole", 7), tensors(tmp_path / "resumed", 7))
 
 
-def test_skipped_samples_are_passed_over() -> None:
+def test_skipped_samples_are_left_out() -> None:
     state = TrainState.__new__(TrainState)
     state.samples, state.skips = 5, [(6, 8), (9, 10), (0, 3)]
     assert state.next_samples(4) == [5, 8, 10, 11]

@@ -98,15 +98,17 @@ def test_forty_steps_equal_twenty_and_twenty_byte_for_byte(shards: Path, tmp_pat
 
 
 @pytest.mark.parametrize("micro", [1, 2, 4])
-def test_accumulation_does_not_change_the_losses(shards: Path, tmp_path: Path, micro: int) -> None:
+def test_gradient_accumulation_does_not_change_the_losses(
+    shards: Path, tmp_path: Path, micro: int
+) -> None:
     # Windows hold different numbers of targets, which a mean of means would get wrong.
     options = ["train.steps=6", "train.global_batch=8", "train.lr=1e-2"]
-    train(small_run(shards, *options, "train.micro_batch=8"), tmp_path / "at-once")
-    train(small_run(shards, *options, f"train.micro_batch={micro}"), tmp_path / "in-parts")
-    at_once, in_parts = losses(tmp_path / "at-once"), losses(tmp_path / "in-parts")
-    assert len(at_once) == 6
-    assert at_once[-1] < at_once[0]
-    assert in_parts == pytest.approx(at_once, rel=1e-6)
+    train(small_run(shards, *options, "train.micro_batch=8"), tmp_path / "one-batch")
+    train(small_run(shards, *options, f"train.micro_batch={micro}"), tmp_path / "accumulated")
+    one_batch, accumulated = losses(tmp_path / "one-batch"), losses(tmp_path / "accumulated")
+    assert len(one_batch) == 6
+    assert one_batch[-1] < one_batch[0]
+    assert accumulated == pytest.approx(one_batch, rel=1e-6)
 
 
 def test_a_resumed_run_may_change_its_batch_and_continues_in_the_data(
@@ -184,7 +186,7 @@ def test_gpu_training_equals_cpu_within_its_precision(
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
 def test_compiled_blocks_give_the_same_losses(shards: Path, tmp_path: Path) -> None:
     options = ["train.steps=2", "model.layers=1"]
-    options.append("track.prompt=the ")  # a sample is taken from the compiled model too
+    options.append("track.prompt=the ")  # the compiled model generates a sample too
     train(small_run(shards, *options), tmp_path / "eager")
     compiled = train(small_run(shards, *options, "train.compile=true"), tmp_path / "compiled")
     assert compiled.sample is not None

@@ -57,13 +57,13 @@ def test_from_a_gpu_asynchronous_saves_write_the_same_bytes(tmp_path: Path) -> N
     assert files_of(tmp_path / "async", 6) == files_of(tmp_path / "sync", 6)
 
 
-def test_some_checkpoints_are_kept_for_good(tmp_path: Path) -> None:
+def test_keep_every_exempts_checkpoints_from_pruning(tmp_path: Path) -> None:
     train_here(tmp_path / "run", "checkpoint.keep=1", "checkpoint.keep_every=4")
     assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
 
 
 def full_disk(times: int) -> Any:
-    """`save_file`, of which the first calls find no space and leave half a file."""
+    """`save_file`, whose first calls run out of disk space and leave half a file."""
     left, real = [times], writing.save_file
 
     def save(tensors: Any, path: Path) -> None:
@@ -146,9 +146,7 @@ def fail_on_the_second(rank: int, world: int, run_dir: str) -> None:
         writing.save_file = real
 
 
-def test_all_ranks_discard_what_one_could_not_write(
-    ranks: Ranks, tmp_path: Path
-) -> None:
+def test_all_ranks_discard_what_one_could_not_write(ranks: Ranks, tmp_path: Path) -> None:
     ranks.run(fail_on_the_second, 2, str(tmp_path / "run"))
     assert checkpoints(tmp_path / "run") == ["step-00000004", "step-00000006"]
 
@@ -250,14 +248,14 @@ def rank_that_cannot_read(rank: int, world: int, run_dir: str, kind: str) -> str
     def fail(path: Path) -> str:
         raise OSError(5, "Input/output error")
 
-    def stay(path: Path) -> Path:
+    def fail_to_move(path: Path) -> Path:
         raise OSError(30, "Read-only file system")
 
     real = reading.sha256_of, state.quarantine
     if kind == "read" and rank == 1:
         reading.sha256_of = fail
     if kind == "quarantine":
-        state.quarantine = stay
+        state.quarantine = fail_to_move
     run = run_of(world, *SHORT, EVERY, "layout.zero=3")
     try:
         with pytest.raises(UserError) as caught:

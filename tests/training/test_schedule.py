@@ -1,4 +1,4 @@
-"""Schedules against their formulas."""
+"""Learning-rate schedules compared with their formulas."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_warmup_rises_linearly_to_the_peak(schedule: str) -> None:
     assert max(found) == pytest.approx(1.0)
 
 
-def test_cosine_and_linear_fall_to_the_floor() -> None:
+def test_cosine_and_linear_decay_to_the_minimum() -> None:
     cosine, linear = rates(schedule="cosine"), rates(schedule="linear")
     for step in range(10, 100):
         done = (step - 10) / 90
@@ -32,14 +32,14 @@ def test_cosine_and_linear_fall_to_the_floor() -> None:
         assert linear[step] == pytest.approx(1 - 0.9 * done)
 
 
-def test_wsd_is_flat_and_then_falls() -> None:
+def test_wsd_is_constant_and_then_decays() -> None:
     found = rates(schedule="wsd", decay_steps=20)
     assert found[10:80] == pytest.approx([1.0] * 70)
     assert found[90] == pytest.approx(0.55)
     assert found[99] == pytest.approx(1 - 0.9 * 19 / 20)
 
 
-def test_constant_stays() -> None:
+def test_constant_stays_at_the_peak() -> None:
     assert rates(schedule="constant")[10:] == pytest.approx([1.0] * 90)
 
 
