@@ -215,7 +215,7 @@ def test_an_axis_of_minus_one_takes_the_remaining_devices() -> None:
 
 def test_derived_values_are_shown() -> None:
     run = load_run(None, ["train.micro_batch=2", "train.global_batch=8", "data.context=1024"])
-    derived = derived_values(run)
+    derived = derived_values(run, run.layout.resolve(1))
     assert derived["batch"] == "8 = micro-batch 2 × gradient accumulation 4 × data-parallel 1"
     assert derived["tokens"] == "8,192 per step × 400 steps = 3,276,800"
 

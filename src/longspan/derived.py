@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from longspan.config import BLOCK_SPARSE_KEYS, Attention, Model, Run
 from longspan.costs import linear_costs
 
 
-def derived_values(run: Run, world: int = 1) -> dict[str, str]:
-    """Return what follows from a run on `world` processes: batch, tokens, ranks per axis."""
+def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
+    """Return what follows from a run on `ranks` per axis: batch, tokens, layout."""
     train, context = run.train, run.data.context
-    ranks = run.layout.resolve(world)
     data_parallel = ranks["replicate"] * ranks["shard"]
     accumulation = train.global_batch // (train.micro_batch * data_parallel)
     tokens = train.global_batch * context

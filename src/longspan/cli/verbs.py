@@ -343,13 +343,14 @@ def config_show(args: argparse.Namespace) -> None:
     if args.accelerate:
         overrides.append("engine.name=accelerate")
     run = load_run(file, overrides, builtin="cpu" if file else _builtin_name(), world=args.nproc)
+    ranks = run.layout.resolve(args.nproc)
     if args.deepspeed or args.accelerate:
         import yaml
 
         from longspan.device import choose_device, resolve
         from longspan.engines.settings import accelerate_settings, deepspeed_settings
 
-        resolved, ranks = resolve(run, choose_device(run)), run.layout.resolve(args.nproc)
+        resolved = resolve(run, choose_device(run))
         if args.deepspeed:
             print(json.dumps(deepspeed_settings(resolved, ranks), indent=1))
         else:
@@ -357,7 +358,7 @@ def config_show(args: argparse.Namespace) -> None:
         return
     from longspan.models import count_parameters
 
-    derived = {"parameters": f"{count_parameters(run.model):,}", **derived_values(run, args.nproc)}
+    derived = {"parameters": f"{count_parameters(run.model):,}", **derived_values(run, ranks)}
     if args.json:
         print(json.dumps({"run": run.model_dump(mode="json"), "derived": derived}))
         return

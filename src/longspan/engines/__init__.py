@@ -31,9 +31,9 @@ def open_engine(
     """
     model, make_optimizer = new_decoder(run), partial(build_optimizer, train=run.train)
     common = (model, mesh, run.train, device, make_optimizer, forward_context)
-    mode = accelerate_mode(run.engine.mode, mesh.ranks["shard"])
     if run.engine.name == "native":
         return NativeEngine(*common, run.layout)
+    mode = accelerate_mode(run.engine.mode, mesh.ranks["shard"])
     if run.engine.name == "accelerate" and mode != "deepspeed":
         from longspan.engines.accelerate import AccelerateEngine
 

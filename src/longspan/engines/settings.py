@@ -89,8 +89,7 @@ def _from_run(run: Run, ranks: Mapping[str, int]) -> Settings:
     return {
         "train_batch_size": train.global_batch,
         "train_micro_batch_size_per_gpu": train.micro_batch,
-        "gradient_accumulation_steps": train.global_batch
-        // (train.micro_batch * math.prod(ranks.values())),
+        "gradient_accumulation_steps": train.global_batch // samples,
         "gradient_clipping": train.grad_clip,
         "optimizer": {
             "type": "AdamW",

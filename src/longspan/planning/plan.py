@@ -119,7 +119,7 @@ def plan(run: Run, gpus: int) -> Plan:
     return Plan(
         gpus=gpus,
         precision=run.train.precision,
-        derived=derived_values(run, gpus),
+        derived=derived_values(run, run.layout.resolve(gpus)),
         parameters=parameters,
         matmul_flops=matrices / context,
         attention_flops=attention / context,

@@ -145,7 +145,7 @@ def _train(
         reporter.print(
             f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
         )
-        reporter.print_table(_summary(run, engine.module, source, mesh.world.size))
+        reporter.print_table(_summary(run, engine.module, source, mesh))
         if not evaluation.samples:
             reporter.print("no evaluation: the validation split holds less than one sample")
         history.write(
@@ -226,7 +226,7 @@ def _train(
     )
 
 
-def _summary(run: Run, module: nn.Module, source: Source, world: int) -> dict[str, str]:
+def _summary(run: Run, module: nn.Module, source: Source, mesh: ParallelMesh) -> dict[str, str]:
     """Model, data, derived values, pipeline, engine and device, as text."""
     train = run.train
     pipeline = {"pipeline": module.describe()} if isinstance(module, PipelinedDecoder) else {}
@@ -235,7 +235,7 @@ def _summary(run: Run, module: nn.Module, source: Source, world: int) -> dict[st
     return {
         "model": f"{run.model.preset}, {count_parameters(run.model):,} parameters",
         "data": source.describe(),
-        **derived_values(run, world),
+        **derived_values(run, mesh.ranks),
         **pipeline,
         **engine,
         "device": f"{train.device}, {train.precision}{compiled}",
