@@ -177,6 +177,7 @@ def _serve(pipe: Connection, stacks: str) -> None:
     import torch.distributed as dist
     import torch.distributed.tensor.debug
 
+    gc.freeze()  # what is imported stays: collecting it after every call would take longer
     torch.set_num_threads(1)
     file: TextIO = open(stacks, "w")  # noqa: SIM115 - faulthandler may write to it at any time
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=False)

@@ -17,7 +17,7 @@ from longspan.training.step import train_step
 from tests.harness import Ranks
 from tests.steps import CPU, open_state
 
-LAYERS = 16
+LAYERS = 12
 OPTIONS = [
     "model.hidden=64",
     f"model.layers={LAYERS}",

@@ -25,7 +25,6 @@ from longspan.export.huggingface import weight_reader
 from longspan.faults import fault_point
 from longspan.models import count_parameters
 from longspan.models.generation import encode_prompt
-from longspan.parallel.activation_checkpointing import offload_activations
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
 from longspan.parallel.pipeline import PipelinedDecoder
@@ -48,7 +47,7 @@ from longspan.training.out_of_memory import explain, halve_micro_batch, is_out_o
 from longspan.training.saving import Saver
 from longspan.training.signals import StopRequests
 from longspan.training.state import TrainState, newest_intact, resume_key
-from longspan.training.step import train_step
+from longspan.training.step import forward_context, train_step
 from longspan.training.watchdog import Watchdog
 
 CAUSE_WIDTH = 160
@@ -111,15 +110,9 @@ def _train(
     if source.tokenizer and run.track.prompt:
         encode_prompt(source.tokenizer, run.track.prompt)  # fail now, not after hours of training
 
-    precision = partial(autocast, settings)
-
-    @contextmanager
-    def forward_context() -> Iterator[None]:
-        with precision(), offload_activations(enabled=settings.offload_activations):
-            yield
-
     torch.manual_seed(settings.seed)
-    engine = open_engine(run, mesh, device, forward_context)
+    engine = open_engine(run, mesh, device, partial(forward_context, settings))
+    precision = partial(autocast, settings)
     evaluation = Evaluation(engine, source, settings, device, mesh, precision)
     key = resume_key(run, source)
     guard = Guard(settings.grad_norm_spike, device)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -10,11 +12,20 @@ from torch import Tensor
 
 from longspan.config import Train
 from longspan.data import Source
+from longspan.device import autocast
 from longspan.engines.optimizer import set_learning_rate
 from longspan.faults import fault_point, injects_nan
+from longspan.parallel.activation_checkpointing import offload_activations
 from longspan.parallel.collectives import all_reduce_loss
 from longspan.training.schedule import learning_rate
 from longspan.training.state import TrainState
+
+
+@contextmanager
+def forward_context(train: Train) -> Iterator[None]:
+    """The context of a forward pass in training: its precision, and where activations are kept."""
+    with autocast(train), offload_activations(enabled=train.offload_activations):
+        yield
 
 
 def train_step(
