@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
 
-.PHONY: train test check format clean fuzz drill elastic kernels nvme
+.PHONY: train test check format clean fuzz drill elastic compile kernels nvme
 train: $(VENV)/.runtime
 	$(BIN)/longspan train
 
@@ -31,6 +31,10 @@ drill: $(VENV)/.development
 # Under torchrun: a worker is killed in every start, a node rejoins, the rendezvous host is lost.
 elastic: $(VENV)/.development
 	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/launching
+
+# Blocks compiled under sequence parallelism as well.
+compile: $(VENV)/.development
+	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/parallel/test_apply.py -k compiled
 
 # Every configuration of the GPU kernels, compiled for an H100; it needs no GPU.
 kernels: $(VENV)/.development

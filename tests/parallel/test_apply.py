@@ -6,6 +6,7 @@ Most layouts are compared in-process over a few steps; a dozen train whole runs,
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -207,9 +208,16 @@ def steps_compiled(rank: int, world: int, overrides: list[str]) -> Steps:
     return run_steps(rank, world, run_of(world, *overrides), 1)
 
 
+IS_SLOW = pytest.mark.skipif("LONGSPAN_SLOW" not in os.environ, reason="runs by `make compile`")
+
+
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
 @pytest.mark.parametrize(
-    ("layout", "linear"), [("layout.sequence=2", []), ("layout.tensor=2", LINEARS["sketched mlp"])]
+    ("layout", "linear"),
+    [
+        ("layout.tensor=2", LINEARS["sketched mlp"]),
+        pytest.param("layout.sequence=2", [], marks=IS_SLOW),
+    ],
 )
 def test_blocks_are_compiled_within_a_layout(ranks: Ranks, layout: str, linear: list[str]) -> None:
     model = ["model.layers=1", *linear]
