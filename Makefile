@@ -32,7 +32,7 @@ drill: $(VENV)/.development
 elastic: $(VENV)/.development
 	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/launching
 
-# Blocks compiled under sequence parallelism as well.
+# Blocks compiled within sequence and tensor parallelism; make test compiles them in one process.
 compile: $(VENV)/.development
 	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/parallel/test_apply.py -k compiled
 
