@@ -6,14 +6,18 @@ import math
 
 import pytest
 import torch
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from longspan.config import Model
 from longspan.costs import linear_costs, linear_sizes
 from longspan.models import build_decoder, count_parameters, new_decoder
 from longspan.models.decoder import Decoder
+from longspan.parallel.dtensor import to_local
 from longspan.runfile import load_run, parse_run
 from longspan.sketching import report
+from tests.harness import Ranks
+from tests.steps import open_state
 
 TINY = ["model.hidden=32", "model.heads=4", "data.context=64"]
 
@@ -49,12 +53,65 @@ def test_loss_equals_the_cross_entropy_of_the_logits(options: list[str]) -> None
     run = load_run(None, [*TINY, *options])
     model = build_decoder(run, torch.device("cpu"))
     tokens, targets = torch.randint(256, (2, 2, 50)).unbind()
-    logits = model.hidden(tokens) @ model.head_weight.T
+    logits = model(tokens)
+    torch.testing.assert_close(logits, model.hidden(tokens) @ model.head_weight.T)
     expected = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
     torch.testing.assert_close(model(tokens, targets), expected)
     torch.testing.assert_close(model.next_logits(tokens), logits[:, -1])
     model(tokens, targets).backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+
+
+def logits_of_a_layout(rank: int, world: int, options: list[str]) -> Tensor:
+    run = load_run(None, [*TINY, *options], world=world)
+    tokens, targets = torch.randint(
+        256, (2, 2, 50), generator=torch.Generator().manual_seed(0)
+    ).unbind()
+    with open_state(run, rank, world) as (state, _):
+        model = state.engine.module
+        grads = []
+        for from_logits in (False, True):
+            if from_logits:
+                logits = model(tokens)
+                loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            else:
+                loss = model(tokens, targets)
+            loss.backward()
+            grads.append([to_local(p.grad).clone() for p in model.parameters()])
+            model.zero_grad()
+        for from_loss, through_logits in zip(*grads, strict=True):
+            torch.testing.assert_close(through_logits, from_loss)
+    return logits.detach()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["layout.tensor=2"],
+        ["layout.tensor=2", "layout.megatron_sequence_parallel=true"],
+        ["layout.tensor=2", "model.linear=low_rank"],
+        ["layout.zero=3", "train.global_batch=2"],
+        ["layout.replicate=2", "layout.shard=1", "train.global_batch=2"],
+    ],
+    ids=lambda options: "-".join(options),
+)
+def test_every_rank_has_the_logits_and_their_gradients(ranks: Ranks, options: list[str]) -> None:
+    single = [option for option in options if not option.startswith("layout.")]
+    model = build_decoder(load_run(None, [*TINY, *single]), torch.device("cpu"))
+    tokens = torch.randint(256, (2, 2, 50), generator=torch.Generator().manual_seed(0))[0]
+    for logits in ranks.run(logits_of_a_layout, 2, options):
+        torch.testing.assert_close(logits, model(tokens).detach(), rtol=1e-4, atol=1e-5)
+
+
+def pipeline_without_targets(rank: int, world: int) -> None:
+    run = load_run(None, [*TINY, "layout.pipeline=2", "train.global_batch=2"], world=world)
+    with open_state(run, rank, world) as (state, _):
+        with pytest.raises(ValueError, match=r"give targets, or set layout\.pipeline = 1"):
+            state.engine.module(torch.zeros(2, 64, dtype=torch.int64))
+
+
+def test_a_pipeline_refuses_to_give_logits(ranks: Ranks) -> None:
+    ranks.run(pipeline_without_targets, 2)
 
 
 @pytest.mark.parametrize(

@@ -100,9 +100,16 @@ class Decoder(nn.Module):
             None if model.tie_embeddings else nn.Linear(model.hidden, model.vocab, bias=False)
         )
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Summed cross-entropy of tokens (batch, tokens) against targets; −100 is ignored."""
-        return cross_entropy_sum(self.hidden(tokens), self.head_weight, targets)
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+        """Summed cross-entropy of tokens (batch, tokens) against targets; −100 is ignored.
+
+        Without targets, the logits (batch, tokens, vocab). The loss never materialises them, and is
+        what to train long contexts with.
+        """
+        hidden = self.hidden(tokens)
+        if targets is None:
+            return logits_of(hidden, self.head_weight)
+        return cross_entropy_sum(hidden, self.head_weight, targets)
 
     def next_logits(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """Logits (batch, vocab) of the token after the last of tokens (batch, tokens)."""
@@ -188,7 +195,8 @@ def create_model(*items: str, device: torch.device | str = "cpu") -> Decoder:
     """A model for your own training loop, from what `longspan train` takes: run file and overrides.
 
     `create_model("run.toml", "model.hidden=256")(tokens, targets)`, both (batch, tokens), returns
-    the summed cross-entropy; targets of −100 are ignored.
+    the summed cross-entropy; targets of −100 are ignored. Without targets it returns the logits
+    (batch, tokens, vocab).
     """
     files = [item for item in items if "=" not in item]
     if len(files) > 1:

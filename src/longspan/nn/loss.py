@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import linear
 
 from longspan.constants import IGNORE_INDEX
@@ -60,16 +60,14 @@ def cross_entropy_sum(
 
 
 def logits_of(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (..., width) · weightᵀ: (..., vocab), gathered if `weight` is sharded."""
+    """hidden (..., width) · weightᵀ: (..., vocab), gathered if `weight` is sharded by rows."""
     if isinstance(hidden, DTensor):
         hidden = hidden.full_tensor()
-    local, _, group = _local_rows(weight)
-    logits = linear(hidden, local)
-    if group is None:
-        return logits
-    shards = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shards, logits.contiguous(), group=group)
-    return torch.cat(shards, dim=-1)
+    if isinstance(weight, DTensor):
+        # As a DTensor, so that the gradients of all ranks' columns are all-reduced into `hidden`.
+        hidden = DTensor.from_local(hidden, weight.device_mesh, [Replicate()])
+    logits = linear(hidden, weight)
+    return logits.full_tensor() if isinstance(logits, DTensor) else logits
 
 
 def _local_rows(weight: Tensor) -> tuple[Tensor, int, dist.ProcessGroup | None]:

@@ -253,8 +253,13 @@ class PipelinedDecoder(nn.Module):
         local += remote
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """The summed cross-entropy, on every rank; without gradients."""
+        if targets is None:
+            raise ValueError(
+                "a pipeline computes the loss, not the logits of every token: give targets, or set "
+                "layout.pipeline = 1"
+            )
         loss = tokens.new_empty(1, dtype=torch.float32)
         out = self._run_stages(tokens, lambda i, x: self._local[i](x, targets=targets), loss)
         return out.squeeze(0)
