@@ -20,7 +20,7 @@ from longspan.checkpoint import CHECKPOINTS, TensorShard, latest, open_checkpoin
 from longspan.checkpoint.format import MANIFEST
 from longspan.config import Run, Sketch
 from longspan.costs import linear_sizes
-from longspan.data import Sample, Source, collate, open_source
+from longspan.data import Sample, Source, collate, count_targets, open_source
 from longspan.device import autocast
 from longspan.errors import UserError
 from longspan.files import sha256_of
@@ -30,7 +30,7 @@ from longspan.sketching import LowRankLinear, Report, SKLinear, sketch
 from longspan.sketching.conversion import Method
 from longspan.sketching.search import RankSearch, SearchResult
 from longspan.trained import load_trained
-from longspan.training.evaluation import validation_loss
+from longspan.training.evaluation import loss_sum
 from longspan.training.folder import open_run_folder
 from longspan.training.state import SavedState, resume_key, rng_states
 
@@ -50,9 +50,9 @@ class TrainedRun:
         """The validation loss, in nats per token."""
         device = self.model.norm.weight.device
         train, precision = self.run.train, partial(autocast, self.run.train)
-        loss = validation_loss(self.model, self.validation, train.micro_batch, device, precision)
-        assert loss is not None
-        return loss
+        total = loss_sum(self.model, self.validation, train.micro_batch, device, precision)
+        assert total is not None
+        return float(total) / max(1, count_targets(self.validation))
 
     def batches(self, samples: int) -> list[tuple[Any, ...]]:
         """The first `samples` of the training data, one per batch, as the model's arguments."""

@@ -10,6 +10,7 @@ import hashlib
 import math
 import sysconfig
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -241,7 +242,7 @@ def open_source(data: Data, model: Model) -> Source:
     return source
 
 
-def collate(samples: list[Sample], device: torch.device) -> Batch:
+def collate(samples: Sequence[Sample], device: torch.device) -> Batch:
     """Stack samples into tensors of shape (batch, context) on `device`."""
     tokens, targets = (
         torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])).to(device)

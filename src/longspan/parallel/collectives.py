@@ -26,16 +26,12 @@ def all_reduce_any(mesh: ParallelMesh, *flags: bool) -> list[bool]:
     return [bool(x) for x in all_reduce_max(mesh, *map(int, flags))]
 
 
-def all_reduce_loss(mesh: ParallelMesh, x: Tensor) -> Tensor:
-    """The sum of `x`, in place, over the ranks with different tokens and over pipeline ranks."""
-    for axis in ("replicate", "shard", "pipeline"):
+def all_reduce_loss(mesh: ParallelMesh, x: Tensor, *, pipeline: bool = True) -> Tensor:
+    """The sum of `x`, in place, over the ranks with different tokens and over pipeline ranks.
+
+    `pipeline`: false if every pipeline rank already has the loss of the last stage.
+    """
+    for axis in ("replicate", "shard", "pipeline") if pipeline else ("replicate", "shard"):
         if mesh.device_mesh is not None and mesh[axis].size() > 1:
             dist.all_reduce(x, group=mesh.device_mesh.get_group(axis))
-    return x
-
-
-def all_reduce_sequence(mesh: ParallelMesh, x: Tensor) -> Tensor:
-    """The sum of `x`, in place, over the ranks that split a sequence."""
-    if mesh.sequence_group is not None:
-        dist.all_reduce(x, group=mesh.sequence_group)
     return x

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,7 @@ from longspan.parallel.world import World
 
 MESH_AXES = ("pipeline", "replicate", "shard", "tensor")
 """From the ranks that communicate least to those that communicate most, which are neighbours."""
+T = TypeVar("T")
 
 
 class ParallelMesh:
@@ -68,15 +70,16 @@ class ParallelMesh:
         """Whether FSDP2 frees a block's gathered parameters after its forward pass (ZeRO-3)."""
         return self.zero == 3 and self.ranks["shard"] * self.ranks["sequence"] > 1
 
-    def local_samples(self, indices: Sequence[int]) -> Sequence[int]:
-        """The samples of a step that this rank reads."""
+    def local_samples(self, samples: Sequence[T]) -> Sequence[T]:
+        """This rank's share of samples, whose number is a multiple of the data-parallel size."""
         if self.device_mesh is None:
-            return indices
-        share = len(indices) // self.data_ranks
+            return samples
+        share, rest = divmod(len(samples), self.data_ranks)
+        assert rest == 0, f"{len(samples)} samples cannot be split over {self.data_ranks} ranks"
         replica = self.device_mesh.get_local_rank("replicate")
         shard = self.device_mesh.get_local_rank("shard") // self.ranks["sequence"]
         first = (replica * self.ranks["shard"] + shard) * share
-        return indices[first : first + share]
+        return samples[first : first + share]
 
     def saves(self, x: Tensor) -> bool:
         """Whether this rank is the one, of those that hold the same shard of `x`, that saves it."""

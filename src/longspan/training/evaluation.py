@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from longspan.config import Train
+from longspan.constants import IGNORE_INDEX
 from longspan.data import Sample, Source, collate, count_targets
 from longspan.engines import Engine, InferenceModel
 from longspan.faults import fault_point
 from longspan.models.generation import complete
-from longspan.parallel.collectives import all_reduce_any, all_reduce_sequence
+from longspan.parallel.collectives import all_reduce_any, all_reduce_loss
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
 from longspan.parallel.sequence import local_tokens
@@ -24,7 +27,7 @@ SAMPLE_TOKENS = 300
 
 
 class Evaluation:
-    """The validation loss of an engine's model. Every rank evaluates all samples."""
+    """The validation loss of an engine's model. Data-parallel ranks share the samples."""
 
     def __init__(
         self,
@@ -37,21 +40,28 @@ class Evaluation:
     ) -> None:
         self.samples = source.validation_samples(train.eval_samples)
         self.baseline = source.baseline(self.samples) if self.samples else None
+        self._targets = max(1, count_targets(self.samples))
+        self._local = mesh.local_samples(pad(self.samples, mesh.data_ranks))
         self._engine, self._micro_batch, self._device = engine, train.micro_batch, device
         self._mesh, self._context = mesh, context
 
     def loss(self, requests: StopRequests) -> float | None:
         """Nats per token; None if there are no samples or a stop was requested."""
-        return validation_loss(
+        if not self.samples:
+            return None
+        total = loss_sum(
             self._engine.inference_model,
-            self.samples,
+            self._local,
             self._micro_batch,
             self._device,
             self._context,
             select_tokens=partial(local_tokens, self._engine.model),
-            reduce=partial(all_reduce_sequence, self._mesh),
             should_stop=lambda: any(all_reduce_any(self._mesh, requests.stop)),
         )
+        if total is None:
+            return None
+        # A pipeline's forward pass returns the loss on all its ranks.
+        return float(all_reduce_loss(self._mesh, total, pipeline=False)) / self._targets
 
     def report(
         self, loss: float | None, step: int, reporter: Reporter, metrics: MetricsFile
@@ -63,33 +73,43 @@ class Evaluation:
         reporter.print(f"step {step}  validation loss {loss:.4f}  {name} {nats:.4f}")
 
 
+def pad(samples: list[Sample], multiple: int) -> list[Sample]:
+    """`samples` and samples without targets, up to a multiple.
+
+    So every rank runs the same number of forward passes, in which FSDP all-gathers parameters.
+    """
+    count = -len(samples) % multiple
+    if not count:
+        return samples
+    empty = replace(samples[0], targets=np.full_like(samples[0].targets, IGNORE_INDEX))
+    return [*samples, *[empty] * count]
+
+
 @torch.no_grad()
-def validation_loss(
+def loss_sum(
     model: InferenceModel,
-    samples: list[Sample],
+    samples: Sequence[Sample],
     micro_batch: int,
     device: torch.device,
     context: ForwardContext,
     *,
     select_tokens: Callable[[Tensor], Tensor] = lambda x: x,
-    reduce: Callable[[Tensor], Tensor] = lambda x: x,
     should_stop: Callable[[], bool] = lambda: False,
-) -> float | None:
-    """Nats per token over `samples`; None if there are none, or once `should_stop` says so.
+) -> Tensor | None:
+    """The summed cross-entropy of `samples`, a float64 scalar; None once `should_stop` says so.
 
     `context`: makes the context of a forward pass, its autocast precision; `select_tokens`: this
-    rank's tokens of a batch; `reduce`: sums the loss over sequence ranks.
+    rank's tokens of a batch.
     """
-    total = 0.0
+    total = torch.zeros((), dtype=torch.float64, device=device)
     with context():
         for start in range(0, len(samples), micro_batch):
             fault_point("evaluation")
             if should_stop():
                 return None
             batch = collate(samples[start : start + micro_batch], device)
-            loss = model(select_tokens(batch.tokens), select_tokens(batch.targets))
-            total += reduce(loss).item()
-    return total / max(1, count_targets(samples)) if samples else None
+            total += model(select_tokens(batch.tokens), select_tokens(batch.targets))
+    return total
 
 
 def sample_text(

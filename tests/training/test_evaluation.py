@@ -1,0 +1,94 @@
+"""Data-parallel ranks share the validation samples, and find the loss of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from longspan.config import Run
+from longspan.data import collate
+from longspan.data.build import build
+from longspan.runfile import load_run
+from longspan.training.evaluation import Evaluation
+from longspan.training.signals import StopRequests
+from tests.harness import Ranks
+from tests.steps import CPU, open_state
+
+OPTIONS = [
+    "model.hidden=32",
+    "model.layers=2",
+    "model.heads=4",
+    "attention.segment_lengths=[16,64]",
+    "attention.dilation_rates=[1,4]",
+    "data.context=64",
+    "track.prompt=",
+    "train.global_batch=8",
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Documents of very different lengths, so that windows hold different numbers of targets."""
+    root = tmp_path_factory.mktemp("data")
+    (root / "in").mkdir()
+    for n in range(40):
+        text = "ab\n" if n % 3 else "".join(chr(97 + n * i * i % 23) for i in range(50 + 9 * n))
+        (root / "in" / f"{n}.txt").write_text(text)
+    build([root / "in"], root / "out", validation=0.4)
+    return root / "out"
+
+
+def run_of(world: int, shards: str, *overrides: str) -> Run:
+    return load_run(None, [*OPTIONS, f"data.source={shards}", *overrides], world=world)
+
+
+def evaluate(
+    rank: int, world: int, shards: str, overrides: list[str]
+) -> list[tuple[float | None, int]]:
+    """The validation loss and the number of forward passes, with 6 and 5 samples and with none."""
+    found = []
+    run = run_of(world, shards, *overrides)
+    with open_state(run, rank, world) as (state, source):
+        calls: list[object] = []
+        model = state.engine.inference_model
+        assert isinstance(model, torch.nn.Module)
+        model.register_forward_pre_hook(lambda *_: calls.append(None))
+        for samples in (6, 5, 0):
+            train = run.train.model_copy(update={"eval_samples": samples})
+            evaluation = Evaluation(state.engine, source, train, CPU, state.mesh, torch.no_grad)
+            assert len(evaluation.samples) == samples
+            calls.clear()
+            found.append((evaluation.loss(StopRequests(None)), len(calls)))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("world", "layout", "passes"),
+    [
+        (1, [], (6, 5)),
+        (1, ["train.micro_batch=4"], (2, 2)),
+        (2, ["layout.replicate=2", "layout.shard=1"], (3, 3)),
+        (2, ["layout.zero=3"], (3, 3)),
+        (2, ["layout.zero=3", "train.micro_batch=2"], (2, 2)),
+        (4, ["layout.replicate=2", "layout.shard=2"], (2, 2)),
+        (4, ["layout.sequence=2", "layout.shard=2"], (3, 3)),
+        (4, ["layout.pipeline=2", "layout.shard=2", "layout.zero=2"], (3, 3)),
+        (4, ["layout.tensor=2", "layout.shard=2"], (3, 3)),
+    ],
+)
+def test_ranks_share_the_samples_and_find_the_loss_of_one_process(
+    ranks: Ranks, shards: Path, world: int, layout: list[str], passes: tuple[int, int]
+) -> None:
+    with open_state(run_of(1, str(shards))) as (state, source), torch.no_grad():
+        samples = source.validation_samples(6)
+        batches = [collate([sample], CPU) for sample in samples]
+        losses = [float(state.engine.model(batch.tokens, batch.targets)) for batch in batches]
+    counts = [int((batch.targets >= 0).sum()) for batch in batches]
+    assert len(set(counts)) > 1
+    expected = [sum(losses[:n]) / sum(counts[:n]) for n in (6, 5)]
+    for six, five, none in ranks.run(evaluate, world, str(shards), layout):
+        assert six == (pytest.approx(expected[0], rel=1e-6), passes[0])
+        assert five == (pytest.approx(expected[1], rel=1e-6), passes[1])
+        assert none == (None, 0)
