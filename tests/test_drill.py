@@ -20,7 +20,9 @@ def test_a_short_drill(capsys: pytest.CaptureFixture[str]) -> None:
     """The seed kills rank 0 while it removes a checkpoint and damages the newest one."""
     options = ["train.steps=16", "checkpoint.every=2", "--nproc", "2", "--faults", "1"]
     code = main(["drill", DRILL, *options, "--seed", "9", "--json"])
-    report = json.loads(capsys.readouterr().out)
+    output = capsys.readouterr()
+    report = json.loads(output.out)
+    assert "fault 1 of 1: kill rank 0, pruning; flip a byte\n" in output.err
     assert report["problems"] == []
     assert report["same_bytes"]
     (outcome,) = report["outcomes"]

@@ -1,4 +1,4 @@
-"""Parameters and FLOPs of linear layers. Imports no torch."""
+"""Parameters and FLOPs of linear layers, and the parameters of a model. Imports no torch."""
 
 from __future__ import annotations
 
@@ -99,6 +99,17 @@ def rank_of(model: Model, name: str, in_features: int, out_features: int) -> int
     if rank is not None:
         return rank
     return max(1, rank_for(in_features, out_features, sketch.keep) // sketch.terms)
+
+
+def count_parameters(model: Model) -> int:
+    """The number of parameters of a model."""
+    if model.linear == "dense":
+        linear = model.layers * sum(i * o for i, o in linear_sizes(model).values())
+    else:
+        linear = linear_costs(model)[1].stored
+    norms = 2 * model.hidden + (model.hidden + model.ffn if model.sub_layer_norm else 0)
+    embeddings = (1 if model.tie_embeddings else 2) * model.vocab * model.hidden
+    return linear + model.layers * norms + model.hidden + embeddings
 
 
 def linear_costs(model: Model) -> tuple[Cost, Cost]:

@@ -26,6 +26,7 @@ from longspan.checkpoint.format import remove
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.faults import FAULT, FAULT_LOG, LAUNCHER_PID, NAN_STEPS
+from longspan.progress import Progress
 from longspan.runfile import load_run
 from longspan.tracking import read_metrics
 
@@ -129,30 +130,44 @@ def drill(
             f"got {run.checkpoint.every} and {run.train.steps}"
         )
     items = [*([str(file)] if file else []), *overrides, *settings]
-    with tempfile.TemporaryDirectory(prefix="longspan-drill-") as folder:
-        return _Drill(Path(folder), items, run, nproc, random.Random(seed)).report(faults)
+    with tempfile.TemporaryDirectory(prefix="longspan-drill-") as folder, Progress() as progress:
+        rng = random.Random(seed)
+        return _Drill(Path(folder), items, run, nproc, rng, progress).report(faults)
 
 
 class _Drill:
     def __init__(
-        self, folder: Path, items: list[str], run: Run, nproc: int, rng: random.Random
+        self,
+        folder: Path,
+        items: list[str],
+        run: Run,
+        nproc: int,
+        rng: random.Random,
+        progress: Progress,
     ) -> None:
+        self._progress = progress
         self._items, self._run, self._nproc, self._rng = items, run, nproc, rng
         self._reference, self._faulty = folder / "reference", folder / "faulty"
         self._checkpoints = self._faulty / CHECKPOINTS
         self._fault_log, self._console = folder / "fault", folder / "console"
         self._problems: list[str] = []
         self._resumable_step, self._spec, self._disk_full_at = 0, "", 0
+        self._launched = self._reference
         steps = range(2, run.train.steps)
         self._nan_steps = sorted(rng.sample(steps, max(1, len(steps) // STEPS_PER_NAN)))
 
     def report(self, faults: int) -> Report:
+        self._progress.phase(f"training {self._run.train.steps} steps without faults")
         self._finish(self._reference)
         outcomes: list[Outcome] = []
-        for _ in range(faults):
-            outcomes.append(self._inject(self._pick(), outcomes))
+        for number in range(1, faults + 1):
+            fault = self._pick()
+            self._progress.phase(f"fault {number} of {faults}: {fault}")
+            outcomes.append(self._inject(fault, outcomes))
             self._rewind_if_almost_done()
+        self._progress.phase("finishing the run without further faults")
         self._finish(self._faulty, outcomes)
+        self._progress.phase("comparing the last checkpoints")
         run_dirs = (self._reference, self._faulty)
         for folder in run_dirs:
             lines = read_metrics(folder / "metrics.jsonl")
@@ -207,6 +222,7 @@ class _Drill:
         while process.poll() is None:
             if recovered is None and self._has_new_step():
                 recovered = time.monotonic() - start
+            self._progress.detail(f"step {self._last_step(self._launched)}")
             if self._survived():
                 break
             if time.monotonic() - start > TIMEOUT_S:
@@ -263,7 +279,7 @@ class _Drill:
             )
 
     def _launch(self, run_dir: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-        self._spec, self._disk_full_at = environment.get(FAULT, ""), 0
+        self._spec, self._disk_full_at, self._launched = environment.get(FAULT, ""), 0, run_dir
         resumes = (run_dir / "run.toml").exists()
         options = ["--nproc", str(self._nproc)] if self._nproc > 1 else []
         options += ["--resume" if resumes else "--run-dir", str(run_dir)]
@@ -274,8 +290,8 @@ class _Drill:
                 command, env={**os.environ, **nan_steps, **environment}, stdout=log, stderr=log
             )
 
-    def _last_step(self) -> int:
-        lines = read_metrics(self._faulty / "metrics.jsonl")
+    def _last_step(self, run_dir: Path | None = None) -> int:
+        lines = read_metrics((run_dir or self._faulty) / "metrics.jsonl")
         return max((line["step"] for line in lines), default=0)
 
 

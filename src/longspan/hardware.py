@@ -1,6 +1,11 @@
-"""Peak FLOP/s of known devices, for MFU. An unknown device has none; it is never guessed."""
+"""What is known of devices without torch: peak FLOP/s, for MFU, and whether there may be a GPU.
+
+An unknown device has no peak FLOP/s; it is never guessed.
+"""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 # Dense bf16 (V100: fp16) matrix FLOP/s from the vendors' data sheets, by a part of the device name.
 PEAK_FLOPS: dict[str, float] = {
@@ -17,3 +22,12 @@ PEAK_FLOPS: dict[str, float] = {
 def peak_flops(device_name: str) -> float | None:
     """Return the peak 16-bit matrix FLOP/s of a device, or None if it is unknown."""
     return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
+
+
+def may_have_gpu() -> bool:
+    """Whether Linux has a device file of a GPU driver; without one, torch finds no GPU either.
+
+    This spares commands that need no torch the seconds of its import on machines without a GPU.
+    """
+    drivers = ("nvidia*", "nvhost*", "dxg", "kfd")  # NVIDIA, Jetson, WSL, ROCm
+    return any(any(Path("/dev").glob(pattern)) for pattern in drivers)

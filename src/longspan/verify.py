@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,9 @@ from longspan.checkpoint import CHECKPOINTS, checkpoint_path, load
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.launching.local import run_processes
+from longspan.progress import Progress
 from longspan.runfile import ONE_PROCESS, load_run
+from longspan.tracking import read_metrics
 
 TOLERANCES = {
     "fp32": (1e-5, 1e-4, 1e-4, "float32 sums in another order"),
@@ -99,15 +102,24 @@ def verify(
     if given.train.schedule == "wsd":
         settings.append("train.schedule=constant")  # its decay is longer than these steps
     run = load_run(file, [*overrides, *settings], builtin=builtin, world=world)
-    with tempfile.TemporaryDirectory(prefix="longspan-verify-") as folder:
+    with tempfile.TemporaryDirectory(prefix="longspan-verify-") as folder, Progress() as progress:
         reference, parallel = Path(folder) / "reference", Path(folder) / "parallel"
         files = [str(file)] if file else []
         for run_dir, nproc, extra in ((reference, 1, ONE_PROCESS), (parallel, world, [])):
             items = [*files, *overrides, *settings, *extra, "--run-dir", str(run_dir)]
             command = [sys.executable, "-m", "longspan", "train", *items]
-            code = run_processes(command, nproc, run_dir / "logs", quiet=True)
+            where = f"on {nproc} processes" if nproc > 1 else "in one process"
+            progress.phase(f"training {steps} steps {where}")
+            code = run_processes(
+                command,
+                nproc,
+                run_dir / "logs",
+                quiet=True,
+                on_poll=partial(_show_step, progress, run_dir),
+            )
             if code != 0:
                 raise SystemExit(code)
+        progress.phase("comparing losses, gradient norms and weights")
         return _compare(run, world, steps, parallel, reference)
 
 
@@ -129,6 +141,11 @@ def _compare(run: Run, world: int, steps: int, parallel: Path, reference: Path) 
     if run.engine.name != "native":
         layout += f", engine {run.engine.name}"
     return Report(layout, steps, precision, reason, comparisons)
+
+
+def _show_step(progress: Progress, run_dir: Path) -> None:
+    lines = read_metrics(run_dir / "metrics.jsonl")
+    progress.detail(f"step {lines[-1]['step']}" if lines else "starting")
 
 
 def _metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from longspan.config import Model
-from longspan.costs import linear_costs, linear_sizes
-from longspan.models import build_decoder, count_parameters, new_decoder
+from longspan.costs import count_parameters, linear_costs, linear_sizes
+from longspan.models import build_decoder, new_decoder
 from longspan.models.decoder import Decoder
 from longspan.parallel.dtensor import to_local
 from longspan.runfile import load_run, parse_run
@@ -42,6 +42,21 @@ def test_presets_have_the_size_in_their_name(preset: str, low: float, high: floa
     formula = layers * (3 * h * f + 4 * h * h + 2 * h) + h
     formula += (1 if model.tie_embeddings else 2) * model.vocab * h
     assert count == formula
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["model.preset=13b"],
+        ["model.kv_heads=2", "model.tie_embeddings=false", "model.sub_layer_norm=true"],
+        ["model.linear=low_rank", "model.sketch.keep=0.3", "model.sketch.layers=blocks.1.*"],
+        ["model.linear=sketched", "model.sketch.terms=2", "model.sub_layer_norm=true"],
+    ],
+)
+def test_the_counted_parameters_are_those_of_the_model(options: list[str]) -> None:
+    run = load_run(None, [*TINY, *options] if "13b" not in str(options) else options, world=None)
+    assert count_parameters(run.model) == sum(p.numel() for p in new_decoder(run).parameters())
 
 
 @pytest.mark.parametrize(

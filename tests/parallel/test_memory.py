@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from longspan.config import Run
-from longspan.costs import linear_sizes
-from longspan.models import count_parameters
+from longspan.costs import count_parameters, linear_sizes
 from longspan.runfile import load_run
 from longspan.training.step import train_step
 from tests.harness import Ranks

@@ -6,15 +6,16 @@ from collections.abc import Iterable, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
 
 from longspan.checkpoint.format import Manifest, Region, is_missing, read_manifest
 from longspan.errors import Damaged, UserError
 from longspan.files import sha256_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 class Checkpoint:
@@ -85,6 +86,8 @@ class Checkpoint:
                 out = values.new_empty(region.shape)
             out[(overlap or region).slices_within(region)] = values
         if out is None:  # an empty region: a rank that holds nothing of this tensor
+            import torch  # late: `longspan checkpoint` reads no tensor
+
             return torch.empty(region.shape)
         return out
 

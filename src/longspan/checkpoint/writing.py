@@ -7,11 +7,9 @@ import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import safe_open
-from safetensors.torch import save_file
-from torch import Tensor
 
 from longspan.checkpoint.format import (
     MANIFEST,
@@ -23,6 +21,9 @@ from longspan.checkpoint.format import (
 )
 from longspan.faults import fault_point
 from longspan.files import fsync, sha256_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 REPLACED = ".replaced"
 
@@ -143,6 +144,12 @@ def _by_file(shards: TensorShards) -> dict[tuple[str, str], dict[str, TensorShar
         file = name.split("/")[0], number and f"-{number}"
         files.setdefault(file, {})[name] = shard
     return files
+
+
+def save_file(tensors: dict[str, Tensor], path: Path) -> None:
+    import safetensors.torch  # late: it imports torch, and `longspan checkpoint` writes no tensor
+
+    safetensors.torch.save_file(tensors, path)
 
 
 def _dtypes(path: Path) -> dict[str, str]:

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from longspan.errors import Diverged, UserError
+from longspan.hardware import may_have_gpu
+from longspan.progress import loading
 
 DONE, FAILED = 0, 1
 """Exit codes of a command."""
@@ -24,7 +26,10 @@ def _split_items(items: Sequence[str]) -> tuple[Path | None, list[str]]:
 
 
 def _builtin_name() -> str:
-    import torch
+    if not may_have_gpu():
+        return "cpu"
+    with loading():
+        import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -63,7 +68,8 @@ def train(args: argparse.Namespace) -> None:
         _train_in_processes(args, run_dir)
         return
 
-    from longspan.training import train
+    with loading():
+        from longspan.training import train
 
     result = train(run, run_dir, resume=args.resume is not None, world=world)
     if not world.is_main:
@@ -82,10 +88,6 @@ def train(args: argparse.Namespace) -> None:
 
 
 def plan(args: argparse.Namespace) -> None:
-    import torch
-
-    from longspan.device import choose_device, resolve
-    from longspan.planning import plan
     from longspan.runfile import load_run
 
     if args.gpus is not None and args.gpus < 1:
@@ -98,6 +100,12 @@ def plan(args: argparse.Namespace) -> None:
         overrides.append("train.precision=bf16")
     gpus = args.gpus if for_gpus else given.layout.min_world_size
     run = load_run(file, overrides, builtin=builtin, world=gpus)
+    with loading():
+        import torch
+
+        from longspan.device import choose_device, resolve
+        from longspan.planning import plan
+
     device = torch.device("cuda") if for_gpus else choose_device(run)
     found = plan(resolve(run, device), gpus)
     print(json.dumps(found.as_dict()) if args.json else found)
@@ -163,7 +171,8 @@ def drill(args: argparse.Namespace) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    from longspan.generate import complete_from_run
+    with loading():
+        from longspan.generate import complete_from_run
 
     text = complete_from_run(
         args.run_dir,
@@ -178,7 +187,6 @@ def generate(args: argparse.Namespace) -> None:
 
 def sketch(args: argparse.Namespace) -> None:
     from longspan.runfile import check_run_folder
-    from longspan.sketch_run import convert, open_trained, search
 
     if not 0 < args.keep <= 1:
         raise UserError(f"--keep must be greater than 0 and at most 1, got {args.keep}")
@@ -194,6 +202,9 @@ def sketch(args: argparse.Namespace) -> None:
     how["calibrate"] = args.calibrate
     if args.out is not None:
         check_run_folder(args.out, resume=False)
+    with loading():
+        from longspan.sketch_run import convert, open_trained, search
+
     trained, found = open_trained(args.run_dir), None
     if args.search:
         found = search(trained, keep=args.keep, swaps=args.swaps, **how)
@@ -242,7 +253,8 @@ def _setting(cpu: Any, gpu: Any, given: Mapping[str, Any]) -> Any:
 
 
 def bench_attention(args: argparse.Namespace) -> None:
-    from longspan.benchmarks.attention import CPU, GPU, bench_attention
+    with loading():
+        from longspan.benchmarks.attention import CPU, GPU, bench_attention
 
     given = {
         "heads": args.heads,
@@ -255,13 +267,15 @@ def bench_attention(args: argparse.Namespace) -> None:
 
 
 def bench_exchange(args: argparse.Namespace) -> None:
-    from longspan.benchmarks.exchange import bench_exchange
+    with loading():
+        from longspan.benchmarks.exchange import bench_exchange
 
     bench_exchange(args.ranks, args.json)
 
 
 def bench_linear(args: argparse.Namespace) -> None:
-    from longspan.benchmarks.linear import CPU, GPU, bench_linear
+    with loading():
+        from longspan.benchmarks.linear import CPU, GPU, bench_linear
 
     given = {
         "sizes": args.sizes and tuple(sorted(args.sizes)),
@@ -273,7 +287,8 @@ def bench_linear(args: argparse.Namespace) -> None:
 
 
 def bench_loss(args: argparse.Namespace) -> None:
-    from longspan.benchmarks.loss import CPU, GPU, bench_loss
+    with loading():
+        from longspan.benchmarks.loss import CPU, GPU, bench_loss
 
     lengths = args.lengths and tuple(args.lengths)
     given = {"lengths": lengths, "width": args.width, "vocab": args.vocab}
@@ -281,31 +296,36 @@ def bench_loss(args: argparse.Namespace) -> None:
 
 
 def bench_conversion(args: argparse.Namespace) -> None:
-    from longspan.benchmarks.conversion import bench_conversion
+    with loading():
+        from longspan.benchmarks.conversion import bench_conversion
 
     bench_conversion(args.run_dir, args.steps, args.keep, _builtin_name(), args.json)
 
 
 def bench_checkpoint(args: argparse.Namespace) -> None:
-    from longspan.benchmarks.checkpoint import bench_checkpoint
+    with loading():
+        from longspan.benchmarks.checkpoint import bench_checkpoint
 
     bench_checkpoint(args.gib, args.device, args.json)
 
 
 def bench_engines(args: argparse.Namespace) -> None:
-    from longspan.benchmarks.engines import bench_engines
+    with loading():
+        from longspan.benchmarks.engines import bench_engines
 
     bench_engines(_builtin_name(), args.items, args.json)
 
 
 def bench_memory(args: argparse.Namespace) -> None:
-    from longspan.benchmarks.memory import bench_memory
+    with loading():
+        from longspan.benchmarks.memory import bench_memory
 
     bench_memory(args.gpus, args.items, args.json)
 
 
 def export(args: argparse.Namespace) -> None:
-    from longspan.export.huggingface import export
+    with loading():
+        from longspan.export.huggingface import export
 
     print(export(args.run_dir, args.out, step=args.step))
 
@@ -347,8 +367,9 @@ def config_show(args: argparse.Namespace) -> None:
     if args.deepspeed or args.accelerate:
         import yaml
 
-        from longspan.device import choose_device, resolve
-        from longspan.engines.settings import accelerate_settings, deepspeed_settings
+        with loading():
+            from longspan.device import choose_device, resolve
+            from longspan.engines.settings import accelerate_settings, deepspeed_settings
 
         resolved = resolve(run, choose_device(run))
         if args.deepspeed:
@@ -356,7 +377,7 @@ def config_show(args: argparse.Namespace) -> None:
         else:
             print(yaml.safe_dump(accelerate_settings(resolved, ranks)), end="")
         return
-    from longspan.models import count_parameters
+    from longspan.costs import count_parameters
 
     derived = {"parameters": f"{count_parameters(run.model):,}", **derived_values(run, ranks)}
     if args.json:

@@ -13,12 +13,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from longspan.config import Data, Model
 from longspan.constants import IGNORE_INDEX
@@ -27,6 +25,10 @@ from longspan.data.shards import SPLITS, map_shard, read_index
 from longspan.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from longspan.errors import UserError
 from longspan.hashing import hash64
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Ints = NDArray[np.int64]
 
@@ -244,6 +246,8 @@ def open_source(data: Data, model: Model) -> Source:
 
 def collate(samples: Sequence[Sample], device: torch.device) -> Batch:
     """Stack samples into tensors of shape (batch, context) on `device`."""
+    import torch  # late: `longspan data` makes no tensor
+
     tokens, targets = (
         torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])).to(device)
         for name in ("tokens", "targets")

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from longspan.config import Layout, Run
+from longspan.costs import count_parameters
 from longspan.errors import UserError
-from longspan.models import count_parameters
 
 Settings = dict[str, Any]
 

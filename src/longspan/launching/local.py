@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -39,11 +39,13 @@ def run_processes(
     *,
     quiet: bool = False,
     received: list[int] | None = None,
+    on_poll: Callable[[], None] = lambda: None,
 ) -> int:
     """Run `command`, which calls `join_launcher`, as ranks 0 … nproc−1 and return one exit code.
 
     Log files are copied to `log_dir` at the end, if its parent exists by then; with `quiet` rank 0
-    writes a log file too. Signals that were forwarded are appended to `received`.
+    writes a log file too. Signals that were forwarded are appended to `received`. `on_poll` is
+    called again and again while the processes run.
     """
     logs = Path(tempfile.mkdtemp(prefix="longspan-logs-"))
     environment = {
@@ -83,7 +85,7 @@ def run_processes(
                         start_new_session=True,  # so that Ctrl-C arrives once, through `forward`
                     )
                 )
-        _wait(processes)
+        _wait(processes, on_poll)
         codes = [process.poll() for process in processes]
         return _report(codes, logs, quiet=quiet)
     finally:
@@ -98,7 +100,7 @@ def run_processes(
         shutil.rmtree(logs, ignore_errors=True)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _wait(processes: Sequence[subprocess.Popen[bytes]], on_poll: Callable[[], None]) -> None:
     """Wait until all have exited, or one has failed and the others have had GRACE_S to exit."""
     deadline = None
     while any(process.poll() is None for process in processes):
@@ -106,6 +108,7 @@ def _wait(processes: Sequence[subprocess.Popen[bytes]]) -> None:
             deadline = time.monotonic() + GRACE_S
         if deadline is not None and time.monotonic() > deadline:
             return
+        on_poll()
         time.sleep(0.05)
 
 

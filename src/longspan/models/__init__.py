@@ -9,7 +9,6 @@ from longspan.models.cost import (
 from longspan.models.decoder import (
     Decoder,
     build_decoder,
-    count_parameters,
     create_model,
     new_decoder,
     parameter_shapes,
@@ -20,7 +19,6 @@ __all__ = [
     "StageFlops",
     "activation_elements",
     "build_decoder",
-    "count_parameters",
     "create_model",
     "flops_per_sample",
     "new_decoder",

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from longspan.attention import Dense, KVCache, Pattern, attend, pattern_of
+from longspan.attention import KVCache, Pattern, attend, pattern_of
 from longspan.config import Model, Run
 from longspan.costs import linear_sizes, rank_of
 from longspan.errors import UserError
@@ -243,9 +243,3 @@ def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Ten
         std = sketched_std(std, model.sketch.terms)
     stream = torch.Generator().manual_seed(seed_of(seed, name))
     return torch.randn(shape, generator=stream) * std
-
-
-def count_parameters(model: Model) -> int:
-    """The number of parameters of a model, counted on the meta device."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in Decoder(model, Dense(), context=1).parameters())

@@ -12,9 +12,10 @@ from typing import Any
 
 from longspan.attention import pattern_of
 from longspan.config import Run, Sketch
+from longspan.costs import count_parameters
 from longspan.derived import derived_values
 from longspan.errors import UserError
-from longspan.models import count_parameters, flops_per_sample
+from longspan.models import flops_per_sample
 from longspan.planning.memory import DeviceMemory, memory_per_rank
 
 GIB = 2**30

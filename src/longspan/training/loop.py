@@ -16,6 +16,7 @@ from torch import nn
 
 from longspan.checkpoint import CHECKPOINTS
 from longspan.config import Run
+from longspan.costs import count_parameters
 from longspan.data import Source, open_source
 from longspan.derived import derived_values
 from longspan.device import autocast, choose_device, resolve
@@ -23,7 +24,6 @@ from longspan.engines import open_engine
 from longspan.errors import Diverged, OutOfMemory, Stopped
 from longspan.export.huggingface import weight_reader
 from longspan.faults import fault_point
-from longspan.models import count_parameters
 from longspan.models.generation import encode_prompt
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh

@@ -1,0 +1,61 @@
+"""What a command is doing, on stderr: a line that is replaced in a terminal, plain lines elsewhere.
+
+Imports no torch, so that it can be shown while torch is imported.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from rich.console import Console
+from rich.status import Status
+
+
+def stderr_console(*, quiet: bool = False) -> Console:
+    """Return a console on stderr, with control codes only in a terminal, whatever FORCE_COLOR."""
+    return Console(
+        stderr=True, highlight=False, soft_wrap=True, quiet=quiet, force_terminal=_is_terminal()
+    )
+
+
+def waiting(text: str) -> Status:
+    """Return a context that shows `text` in a terminal while it lasts, and nothing elsewhere."""
+    return stderr_console().status(_escape(text), spinner="line")
+
+
+def loading() -> Status:
+    """`waiting` for the import of PyTorch, which takes seconds: import it within this context."""
+    return waiting("loading PyTorch")
+
+
+class Progress:
+    """A context that shows the phase of a long command, and in a terminal a detail of it."""
+
+    def __init__(self) -> None:
+        self._status = waiting("starting")
+        self._phase = ""
+
+    def __enter__(self) -> Progress:
+        self._status.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._status.stop()
+
+    def phase(self, text: str) -> None:
+        self._phase = text
+        if _is_terminal():
+            self._status.update(_escape(text))
+        else:
+            print(text, file=sys.stderr)
+
+    def detail(self, text: str) -> None:
+        self._status.update(_escape(f"{self._phase}: {text}"))
+
+
+def _escape(text: str) -> str:
+    return text.replace("[", r"\[")
+
+
+def _is_terminal() -> bool:
+    return sys.stderr.isatty()

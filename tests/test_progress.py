@@ -1,0 +1,125 @@
+"""What commands show while they work: in a terminal, and elsewhere."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from longspan.data.build import build
+from longspan.progress import Progress
+
+RUN = Path(__file__).parents[1] / "examples" / "recall.toml"
+WITHOUT_TORCH = """
+import sys
+from importlib.abc import MetaPathFinder
+from longspan.cli import main
+
+class Refuse(MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "torch":
+            raise RuntimeError("torch is imported")
+
+sys.meta_path.insert(0, Refuse())
+for line in sys.stdin:
+    try:
+        code = str(main(line.split()))
+    except SystemExit as exited:
+        code = str(exited.code)
+    except RuntimeError as error:
+        code = str(error)
+    print("\\n" + code, file=sys.stderr)
+"""
+
+
+def in_a_terminal(command: list[str], text: str = "") -> str:
+    """Run a command whose stderr is a terminal, and return what that received."""
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(command, stdin=-1, stdout=-3, stderr=theirs, text=True) as process:
+        os.close(theirs)
+        assert process.stdin is not None
+        process.stdin.write(text)
+        process.stdin.close()
+        received = b""
+        while True:
+            try:
+                received += (read := os.read(ours, 1 << 16))
+            except OSError:  # Linux's end of file
+                break
+            if not read:
+                break
+    os.close(ours)
+    return received.decode()
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "in.txt").write_text("some text " * 60)
+    build([folder / "in.txt"], folder / "shards", validation=0)
+    return folder / "shards"
+
+
+def codes_without_torch(*commands: str) -> list[str]:
+    """Return for each command its exit code, or "torch is imported", after what it showed."""
+    text = "".join(f"{command}\n" for command in commands)
+    shown = in_a_terminal([sys.executable, "-c", WITHOUT_TORCH], text).replace("\r\n", "\n")
+    ends = ("0", "1", "2", "torch is imported")
+    lines = shown.split("\n")
+    return [line for line in lines if line in ends or "loading PyTorch" in line]
+
+
+def test_commands_that_compute_nothing_import_no_torch(shards: Path) -> None:
+    (shards / "checkpoints").mkdir()
+    commands = {
+        "--help": "0",
+        "train --help": "0",
+        f"config show {RUN}": "0",
+        f"config show {RUN} model.linear=sketched": "0",
+        "config schema": "0",
+        f"data info {shards}": "0",
+        f"data build {shards.parent / 'in.txt'} -o {shards.parent / 'more'}": "0",
+        f"checkpoint ls {shards}": "0",
+        f"checkpoint verify {shards}": "0",
+        f"train {RUN} train.stepz=3": "2",
+        "plan nothing.toml": "2",
+        f"verify {RUN} --steps 0": "2",
+        "sketch nothing --keep 2": "2",
+    }
+    if not any(Path("/dev").glob("nvidia*")):
+        commands["config show"] = "0"
+    assert codes_without_torch(*commands) == list(commands.values())
+
+
+def test_every_other_command_says_that_it_loads_torch() -> None:
+    commands = ["train", "plan", "generate runs --prompt a", "sketch runs", "export runs out"]
+    names = "attention exchange linear loss conversion checkpoint engines memory".split()
+    commands += [f"bench {name}" for name in names]
+    found = codes_without_torch(*commands)
+    assert len(found) == 2 * len(commands)
+    assert all("loading PyTorch" in line for line in found[::2])
+    assert set(found[1::2]) == {"torch is imported"}
+
+
+def test_phases_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with Progress() as progress:
+        progress.phase("one")
+        progress.detail("step 1")
+        progress.phase("two [/]")
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("", "one\ntwo [/]\n")
+
+
+def test_a_phase_and_its_detail_are_one_line_in_a_terminal_that_is_cleared() -> None:
+    body = "import time\nfrom longspan.progress import Progress\nwith Progress() as progress:\n"
+    body += "    progress.phase('one [/]'); time.sleep(0.2)\n"
+    body += "    progress.detail('step 7'); time.sleep(0.2)\n"
+    shown = in_a_terminal([sys.executable, "-c", body])
+    assert "one [/]: step 7" in shown
+    assert shown.index("one [/]") < shown.index("one [/]: step 7")
+    assert shown.count("\n") <= 1
+    assert shown.endswith(("\x1b[1A\x1b[2K", "\r\x1b[2K"))
