@@ -32,6 +32,25 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     assert "1 restarts (1 × a hang), 4 steps lost" in str(found)
 
 
+@pytest.mark.parametrize("stop_requested", [False, True])
+def test_goodput_does_not_count_the_time_between_an_end_and_the_next_start(
+    stop_requested: bool,
+) -> None:
+    end = {"event": "end", "step": 10, "stop_requested": stop_requested}
+    history = [
+        {"time": 0.0, "event": "start", "step": 0},
+        {"time": 20.0, **end},
+        {"time": 86_000.0, "event": "start", "step": 10},
+        {"time": 86_030.0, "event": "failure", "step": 12, "cause": "a hang"},
+        {"time": 86_040.0, "event": "start", "step": 10, "cause": "a hang"},  # 10 s of downtime
+    ]
+    assert goodput(history, METRICS, 86_060.0).wall_s == pytest.approx(20 + 60)
+    # Once it has ended, a run's goodput stays.
+    history.append({"time": 86_060.0, **end})
+    assert goodput(history, METRICS, 1e6).wall_s == pytest.approx(20 + 60)
+    assert goodput([], [], 10.0).wall_s == 0.0
+
+
 def test_exit_reason_is_the_first_failure_after_the_last_start() -> None:
     start = {"time": 1.0, "event": "start", "step": 0}
     end = {"time": 2.0, "event": "end", "step": 9, "stop_requested": False}

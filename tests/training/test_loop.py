@@ -123,6 +123,21 @@ def test_a_resumed_run_may_change_its_batch_and_continues_in_the_data(
     ]  # fmt: skip
 
 
+def test_goodput_of_a_finished_run_that_is_resumed_with_more_steps_a_day_later(
+    shards: Path, tmp_path: Path
+) -> None:
+    train(small_run(shards, "train.steps=2"), tmp_path / "run")
+    history = tmp_path / "run" / "history.jsonl"
+    events = [json.loads(line) for line in history.read_text().splitlines()]
+    a_day_ago = [{**event, "time": event["time"] - 86_400} for event in events]
+    history.write_text("".join(json.dumps(event) + "\n" for event in a_day_ago))
+    train(small_run(shards, "train.steps=4"), tmp_path / "run", resume=True)
+    found = [line for line in metrics(tmp_path / "run") if "goodput" in line][-1]
+    assert found["step"] == 4
+    assert found["restarts"] == 1
+    assert found["productive_s"] <= found["wall_s"] < 3600
+
+
 def test_it_learns_and_reports(
     shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

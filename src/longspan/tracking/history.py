@@ -59,7 +59,11 @@ def exit_reason(events: Sequence[Mapping[str, Any]]) -> str | None:
 
 @dataclass(frozen=True)
 class Goodput:
-    """The share of a run's wall time, from its first start, spent on steps that were kept."""
+    """The share of a run's wall time that was spent on steps that were kept.
+
+    Wall time runs from the first start. Downtime after a failure counts; the time between an end,
+    of the run's own or on request, and the next start does not.
+    """
 
     productive_s: float
     wall_s: float
@@ -99,7 +103,7 @@ def goodput(
         if "tokens_per_s" in line:
             productive += (line["tokens"] - tokens) / line["tokens_per_s"]
             tokens = line["tokens"]
-    wall = now - float(starts[0]["time"]) if starts else 0.0
+    wall = _wall_s(history, now)
     lost = [int(event.get("lost_steps", 0)) for event in history]
     causes = Counter(str(event["cause"]) for event in starts[1:] if event.get("cause"))
     failures = causes.total() - causes[STOP_REQUESTED]
@@ -109,3 +113,14 @@ def goodput(
     return Goodput(
         productive, wall, max(0, len(starts) - 1), dict(+causes), sum(lost), sum(saves), optimal
     )
+
+
+def _wall_s(history: Sequence[Mapping[str, Any]], now: float) -> float:
+    """Seconds since the first start, without those from an end to the next start."""
+    total, since = 0.0, None
+    for event in history:
+        if event["event"] == "start" and since is None:
+            since = float(event["time"])
+        elif event["event"] == "end" and since is not None:
+            total, since = total + float(event["time"]) - since, None
+    return total if since is None else total + now - since
