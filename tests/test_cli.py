@@ -17,6 +17,7 @@ import pytest
 
 from longspan.cli import main
 from longspan.data.build import build
+from tests.terminal import Terminal
 
 SMALL = [
     "model.hidden=32",
@@ -250,22 +251,24 @@ def test_a_signal_saves_and_exits_3_and_the_resumed_run_gives_the_same_bytes(
     assert (stopped / final).read_bytes() == (uninterrupted / final).read_bytes()
 
 
-def test_a_second_signal_stops_at_once(shards: Path, tmp_path: Path) -> None:
+def test_ctrl_c_twice_in_a_terminal_stops_at_once_and_each_message_has_its_own_line(
+    shards: Path, tmp_path: Path
+) -> None:
     # The step is long enough for the second signal to arrive during it.
     slow = ["train.steps=2000", "train.global_batch=40000", "track.log_every=1"]
     command = [sys.executable, "-m", "longspan", "train", *SMALL, f"data.source={shards}", *slow]
-    process = subprocess.Popen(
-        [*command, "--run-dir", str(tmp_path / "run")], stderr=subprocess.PIPE, text=True
-    )
-    assert process.stderr is not None
-    for expected in ("device", "again to stop at once"):
-        while expected not in (line := process.stderr.readline()):
-            assert line, "the run ended before its first step"
-        process.send_signal(signal.SIGINT)
-    _, error = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "interrupted" in error
-    assert "Traceback" not in error
+    with Terminal([*command, "--run-dir", str(tmp_path / "run")]) as terminal:
+        terminal.wait_for("loading PyTorch")
+        terminal.wait_for("step 0/2000")
+        terminal.type("\x03")
+        terminal.wait_for("again to stop at once")
+        terminal.type("\x03")
+        assert terminal.wait() == 1
+    screen = terminal.screen()
+    assert "stopping after this step; press Ctrl-C again to stop at once" in screen
+    assert "longspan: interrupted; nothing more was saved" in screen
+    assert "loading PyTorch" not in "".join(screen)
+    assert "Traceback" not in "".join(screen)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 
 

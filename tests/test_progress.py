@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pty
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,6 +9,7 @@ import pytest
 
 from longspan.data.build import build
 from longspan.progress import Progress
+from tests.terminal import Terminal
 
 RUN = Path(__file__).parents[1] / "examples" / "recall.toml"
 WITHOUT_TORCH = """
@@ -25,7 +23,7 @@ class Refuse(MetaPathFinder):
             raise RuntimeError("torch is imported")
 
 sys.meta_path.insert(0, Refuse())
-for line in sys.stdin:
+for line in sys.argv[1:]:
     try:
         code = str(main(line.split()))
     except SystemExit as exited:
@@ -34,26 +32,6 @@ for line in sys.stdin:
         code = str(error)
     print("\\n" + code, file=sys.stderr)
 """
-
-
-def in_a_terminal(command: list[str], text: str = "") -> str:
-    """Run a command whose stderr is a terminal, and return what that received."""
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(command, stdin=-1, stdout=-3, stderr=theirs, text=True) as process:
-        os.close(theirs)
-        assert process.stdin is not None
-        process.stdin.write(text)
-        process.stdin.close()
-        received = b""
-        while True:
-            try:
-                received += (read := os.read(ours, 1 << 16))
-            except OSError:  # Linux's end of file
-                break
-            if not read:
-                break
-    os.close(ours)
-    return received.decode()
 
 
 @pytest.fixture(scope="module")
@@ -66,10 +44,10 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def codes_without_torch(*commands: str) -> list[str]:
     """Return for each command its exit code, or "torch is imported", after what it showed."""
-    text = "".join(f"{command}\n" for command in commands)
-    shown = in_a_terminal([sys.executable, "-c", WITHOUT_TORCH], text).replace("\r\n", "\n")
+    with Terminal([sys.executable, "-c", WITHOUT_TORCH, *commands]) as terminal:
+        assert terminal.wait() == 0
+    lines = terminal.received.replace("\r\n", "\n").split("\n")
     ends = ("0", "1", "2", "torch is imported")
-    lines = shown.split("\n")
     return [line for line in lines if line in ends or "loading PyTorch" in line]
 
 
@@ -97,7 +75,16 @@ def test_commands_that_compute_nothing_import_no_torch(shards: Path) -> None:
 
 def test_every_other_command_says_that_it_loads_torch() -> None:
     commands = ["train", "plan", "generate runs --prompt a", "sketch runs", "export runs out"]
-    names = "attention exchange linear loss conversion checkpoint engines memory".split()
+    names = [
+        "attention",
+        "exchange",
+        "linear",
+        "loss",
+        "conversion",
+        "checkpoint",
+        "engines",
+        "memory",
+    ]
     commands += [f"bench {name}" for name in names]
     found = codes_without_torch(*commands)
     assert len(found) == 2 * len(commands)
@@ -118,8 +105,8 @@ def test_a_phase_and_its_detail_are_one_line_in_a_terminal_that_is_cleared() -> 
     body = "import time\nfrom longspan.progress import Progress\nwith Progress() as progress:\n"
     body += "    progress.phase('one [/]'); time.sleep(0.2)\n"
     body += "    progress.detail('step 7'); time.sleep(0.2)\n"
-    shown = in_a_terminal([sys.executable, "-c", body])
-    assert "one [/]: step 7" in shown
+    with Terminal([sys.executable, "-c", body]) as terminal:
+        assert terminal.wait() == 0
+    shown = terminal.received
     assert shown.index("one [/]") < shown.index("one [/]: step 7")
-    assert shown.count("\n") <= 1
-    assert shown.endswith(("\x1b[1A\x1b[2K", "\r\x1b[2K"))
+    assert not any(terminal.screen())

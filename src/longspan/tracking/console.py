@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from longspan.progress import stderr_console
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
@@ -26,7 +26,7 @@ class Reporter:
     """Shows progress. Everything goes to stderr, so stdout can carry a result."""
 
     def __init__(self, *, steps: int, done: int, silent: bool = False) -> None:
-        self._console = Console(file=sys.stderr, highlight=False, soft_wrap=True, quiet=silent)
+        self._console = stderr_console(quiet=silent)
         self._steps = steps
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),

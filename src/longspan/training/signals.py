@@ -55,5 +55,7 @@ class StopRequests:
         if self.stop:
             raise KeyboardInterrupt
         self.stop = True
+        # In a terminal the message replaces the progress bar and "^C"; the bar follows below it.
+        clear = b"\r\x1b[2K" if os.isatty(2) else b""
         # os.write, as print may be interrupted by this very handler
-        os.write(2, b"stopping after this step; press Ctrl-C again to stop at once\n")
+        os.write(2, clear + b"stopping after this step; press Ctrl-C again to stop at once\n")
