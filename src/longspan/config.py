@@ -73,7 +73,10 @@ class Model(Section):
     """Adds MAGNETO's norms before the last projections of attention and MLP, and uses its
     initialisation."""
     rope_theta: Annotated[float, Field(gt=1)] | None = None
-    """Base of the rotary position embedding (RoPE); by default derived from `data.context`."""
+    """Base of the rotary position embedding (RoPE); by default that of `train.init_from`, else
+    derived from `data.context`."""
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    """Epsilon of every RMSNorm; by default that of `train.init_from`, else 1e-6."""
     linear: Literal["dense", "sketched", "low_rank"] = "dense"
     """Form of the blocks' linear layers; [model.sketch] configures the forms that are not dense."""
     sketch: Sketch = Sketch()

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from longspan.errors import UserError
+
 
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
@@ -63,6 +65,32 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(value, dict):
             objects.append(value)
     return objects
+
+
+def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
+    """Read a JSON object from a file that others wrote; what is wrong with it is a UserError."""
+    if not os.path.isfile(path):
+        missing = "does not exist" if not os.path.lexists(path) else "is not a regular file"
+        raise UserError(f"cannot read {path}: it {missing}")
+    try:
+        with path.open("rb") as file:
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise UserError(f"cannot read {path}: it has more than {max_bytes:,} bytes")
+        found = json.loads(content, parse_constant=_refuse_constant)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path}: expected a JSON object, got a {type(found).__name__}")
+    return found
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def fsync(path: Path) -> None:

@@ -17,8 +17,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from longspan import presets
-from longspan.config import AXES, Run, Section
+from longspan.config import AXES, Model, Run, Section
 from longspan.errors import UserError
+from longspan.hf_config import LlamaConfig, read_llama_config
 from longspan.rules import Problem, check_rules
 
 if sys.version_info >= (3, 11):
@@ -64,8 +65,8 @@ def load_run(
 
 def parse_run(tables: Mapping[str, Any], name: str = "run", *, world: int | None = 1) -> Run:
     """Validate plain tables into a Run, or raise one UserError that lists every problem."""
-    tables = _fill_branches(dict(tables))
-    problems = [
+    tables, weights, problems = _fill_from_weights(_fill_branches(dict(tables)))
+    problems += [
         Problem(key, f"unknown section{_did_you_mean(key, SECTIONS)}")
         for key in tables
         if key not in SECTIONS
@@ -84,6 +85,8 @@ def parse_run(tables: Mapping[str, Any], name: str = "run", *, world: int | None
         except ValidationError as error:
             problems += [_explain(key, section, detail) for detail in error.errors()]
     problems += check_rules(sections, world)
+    if weights and isinstance(model := sections.get("model"), Model):
+        problems += [Problem(path, text) for path, text in weights.disagreements(model).items()]
     if problems:
         raise UserError(_render(name, problems))
     return Run(**sections)  # type: ignore[arg-type]
@@ -119,6 +122,28 @@ def _fill_branches(tables: dict[str, Any]) -> dict[str, Any]:
         return tables
     branches = presets.BRANCHES.get(str(model.get("preset", "tiny")), {})
     return {**tables, "attention": {**branches, **attention}}
+
+
+def _fill_from_weights(
+    tables: dict[str, Any],
+) -> tuple[dict[str, Any], LlamaConfig | None, list[Problem]]:
+    """Give [model] what it does not set of the model in train.init_from; also return its config.
+
+    A saved run file sets all of it, so a resumed run does not need that folder.
+    """
+    model, train = tables.get("model", {}), tables.get("train", {})
+    if not isinstance(model, Mapping) or not isinstance(train, Mapping):
+        return tables, None, []
+    folder = train.get("init_from")
+    keys = ("rope_theta", "rms_norm_eps", "vocab")
+    if not isinstance(folder, str) or not folder or all(key in model for key in keys):
+        return tables, None, []
+    try:
+        config = read_llama_config(Path(folder))
+    except UserError as error:
+        return tables, None, [Problem("train.init_from", str(error))]
+    filled = {**{key: getattr(config, key) for key in keys}, **model}
+    return {**tables, "model": filled}, config, []
 
 
 def check_run_folder(run_dir: Path, *, resume: bool) -> None:

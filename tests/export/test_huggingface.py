@@ -3,22 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import shutil
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from longspan.checkpoint import load
 from longspan.cli import main
 from longspan.errors import UserError
 from longspan.export import huggingface
+from longspan.hf_config import read_llama_config
 from longspan.parallel.world import World
+from longspan.runfile import load_run
 from longspan.trained import load_trained
 from longspan.training import train
 from tests.harness import Ranks
 from tests.parallel.test_apply import run_of
+from tests.steps import open_state
 
 DENSE = [
     "attention.kind=dense",
@@ -105,24 +115,240 @@ def test_another_attention_pattern_is_reported(
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "x"), "--step", "9"]) == 2
 
 
+SHAPE = ["model.hidden=32", "model.heads=4", "model.kv_heads=2", "model.ffn=48"]
+SHAPE += ["model.tie_embeddings=false"]
+
+
+def save_llama(folder: Path, **fields: Any) -> Any:
+    """A random Llama of SHAPE that transformers saves in `folder`."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.2,
+        **fields,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    model.save_pretrained(folder)
+    return model
+
+
+def edit_config(folder: Path, **fields: Any) -> None:
+    """Change fields of a folder's config.json; a field of ... is removed."""
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+def losses(llama: Any, folder: Path, *options: str) -> tuple[float, float]:
+    """The mean loss of transformers, and that of a run that starts from `folder`."""
+    run = run_of(1, *DENSE, *SHAPE, f"train.init_from={folder}", *options)
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(256, (2, 2, 64), generator=generator).unbind()
+    with torch.no_grad(), open_state(run) as (state, _):
+        state.engine.load_weights(huggingface.weight_reader(folder, run))
+        ours = state.engine.module(tokens, targets) / targets.numel()
+        theirs = cross_entropy(llama(tokens).logits.flatten(0, 1), targets.flatten())
+    return float(theirs), float(ours)
+
+
+@pytest.mark.parametrize("version", [4, 5])
+@pytest.mark.parametrize(("theta", "eps"), [(500_000.0, 1e-6), (10_000.0, 0.1)])
+def test_the_loss_of_an_imported_llama_is_that_of_transformers(
+    tmp_path: Path, version: int, theta: float, eps: float
+) -> None:
+    rope = {"rope_theta": theta, "rope_type": "default"}
+    llama = save_llama(tmp_path, rope_parameters=rope, rms_norm_eps=eps)
+    if version == 4:
+        edit_config(tmp_path, rope_theta=theta, rope_parameters=..., torch_dtype="float32")
+        edit_config(tmp_path, dtype=..., rope_scaling=None)
+    theirs, ours = losses(llama, tmp_path)
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    # Both settings matter at this precision, and the run file decides when it sets them.
+    for key in ("rope_theta=20000", "rms_norm_eps=0.02"):
+        assert abs(losses(llama, tmp_path, f"model.{key}")[1] - theirs) > 1e-3
+
+
+def test_a_resumed_run_does_not_need_the_folder_of_its_weights(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    llama, run_dir = tmp_path / "llama", tmp_path / "run"
+    save_llama(llama, rope_parameters={"rope_theta": 5e5, "rope_type": "default"}, rms_norm_eps=0.1)
+    edit_config(llama, max_position_embeddings=32)
+    options = [*DENSE, *SHAPE, f"train.init_from={llama}", "model.rope_theta=2e6"]
+    run = run_of(1, *options)
+    assert (run.model.rope_theta, run.model.rms_norm_eps) == (2e6, 0.1)
+    train(run, run_dir)
+    said = "; model.rope_theta 2e+06 instead of 500000; context 64 instead of at most 32\n"
+    assert f"initialised from {llama}{said}" in capsys.readouterr().err.replace("  ", " ")
+    shutil.rmtree(llama)
+    saved = load_run(run_dir / "run.toml", ["train.steps=2"])
+    assert saved.model == run.model
+    assert train(saved, run_dir, resume=True).step == 2
+
+
 @pytest.mark.parametrize(
-    ("kind", "options", "message"),
+    ("fields", "message"),
     [
-        ("file", [], "cannot initialise from"),
-        ("shape", ["model.hidden=64"], r"expected model\.\S+ of shape .*, got"),
-        ("index", [], "it refers to files outside the folder"),
-        ("tensor", ["model.layers=3"], "cannot initialise from"),
+        ({"model_type": "mistral"}, 'model_type = "mistral" is not supported, only "llama"'),
+        ({"attention_bias": True}, "attention_bias = true is not supported, only false"),
+        ({"mlp_bias": True}, "mlp_bias = true is not supported, only false"),
+        ({"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported, only "silu" or "swish"'),
+        (
+            {"head_dim": 16},
+            "head_dim = 16 is not supported, only hidden_size / num_attention_heads",
+        ),
+        ({"sliding_window": 4096}, "sliding_window = 4096 is not supported, only null"),
+        ({"layer_types": ["sliding_attention"] * 2}, 'not supported, only "full_attention"'),
+        ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported, only 1"),
+        ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported, only 0"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported, only 1"),
+        ({"logits_scaling": 8}, "logits_scaling = 8 is not supported, only 1"),
+        (
+            {"quantization_config": {"bits": 4}},
+            'quantization_config = {"bits": 4} is not supported',
+        ),
+        (
+            {"use_rope": False},
+            "use_rope = false is an unknown field: remove it from config.json if",
+        ),
+        (
+            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+            'rope_scaling with rope_type = "llama3" is not supported, only "default"',
+        ),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2}},
+            'rope_type = "linear" is not supported',
+        ),
+        (
+            {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+            "rope_parameters.partial_rotary_factor = 0.5 is not supported",
+        ),
+        ({"rope_theta": 5.0}, "rope_theta has several values: 5.0, 10000.0; keep one"),
+        ({"rope_parameters": 7}, "rope_parameters: expected a table, got 7"),
+        ({"rms_norm_eps": "small"}, 'rms_norm_eps: Input should be a valid number, got "small"'),
+        ({"hidden_size": ...}, "hidden_size: Field required"),
+    ],
+    ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
+)
+def test_what_this_decoder_does_not_compute_is_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    save_llama(tmp_path)
+    edit_config(tmp_path, **fields)
+    with pytest.raises(UserError, match=re.escape(message)):
+        run_of(1, *DENSE, *SHAPE, f"train.init_from={tmp_path}")
+
+
+def test_every_field_that_transformers_writes_is_known(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    transformers.LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    edit_config(tmp_path, **transformers.LlamaConfig().to_dict())
+    edit_config(tmp_path, rope_scaling=None, torch_dtype="bfloat16", use_cache=True)
+    config = read_llama_config(tmp_path)
+    assert (config.layers, config.kv_heads, config.rope_theta) == (32, 32, 10_000.0)
+
+
+def test_all_shapes_that_disagree_are_refused_at_once(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    given = [f"train.init_from={tmp_path}", "model.layers=3", "model.sub_layer_norm=true"]
+    with pytest.raises(UserError) as raised:
+        run_of(1, *DENSE, *given)
+    text = str(raised.value)
+    assert "3 is not the 2 of train.init_from: set model.layers=2" in text
+    assert "128 is not the 48 of train.init_from: set model.ffn=48" in text
+    assert "true is not the false of train.init_from: set model.tie_embeddings=false" in text
+    assert "Llama has no such norms" in text
+    # With everything set in the run file the folder is read when the run starts.
+    complete = ["model.rope_theta=1e4", "model.rms_norm_eps=1e-6", "model.vocab=512"]
+    run = run_of(1, *DENSE, *given, *complete)
+    with pytest.raises(UserError, match=r"model\.vocab = 512 is not the 256 of train\.init_from"):
+        train(run, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "it does not exist"),
+        (b"{", "is not valid JSON: Expecting property name"),
+        (b"[1]", "expected a JSON object, got a list"),
+        (b'{"model_type": NaN}', "NaN is not a JSON number"),
+        (b"[" * 100_000, "is not valid JSON"),
+        (b'"\xff"', "is not valid JSON"),
+        (b" " * (1 << 20) + b"{}", "it has more than 1,048,576 bytes"),
     ],
 )
-def test_weights_that_do_not_match_are_refused(
-    trained: Trained, tmp_path: Path, kind: str, options: list[str], message: str
+def test_a_broken_config_is_refused_in_words(
+    tmp_path: Path, content: bytes | None, message: str
 ) -> None:
-    llama = tmp_path / "llama"
-    huggingface.export(trained(), llama)
-    if kind == "file":
-        (llama / "model.safetensors").unlink()
-    if kind == "index":
-        index = {"weight_map": {"model.norm.weight": "../secret.safetensors"}}
-        (llama / huggingface.INDEX).write_text(json.dumps(index))
+    if content is not None:
+        (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(UserError, match=message):
-        train(run_of(1, *DENSE, *options, f"train.init_from={llama}"), tmp_path / "next")
+        run_of(1, *DENSE, f"train.init_from={tmp_path}")
+    if content is None:
+        os.mkfifo(tmp_path / "config.json")
+        with pytest.raises(UserError, match="it is not a regular file"):
+            run_of(1, *DENSE, f"train.init_from={tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model.norm.weight": None}, r"model\.norm\.weight is missing"),
+        ({"score.weight": torch.ones(2, 32)}, r"score\.weight is not a tensor of this model"),
+        ({"model.norm.weight": torch.ones(31)}, r"expected shape \(32,\), got \(31,\)"),
+        (
+            {"model.norm.weight": torch.ones(32, dtype=torch.int8)},
+            "expected dtype F64, F32, F16, BF16, got I8",
+        ),
+    ],
+    ids=["missing", "unknown", "shape", "dtype"],
+)
+def test_tensors_that_are_not_the_model_are_refused(
+    tmp_path: Path, change: dict[str, Tensor | None], message: str
+) -> None:
+    save_llama(tmp_path)
+    tensors = {**load_file(tmp_path / "model.safetensors"), **change}
+    kept = {name: x for name, x in tensors.items() if x is not None}
+    save_file(kept, tmp_path / "model.safetensors")
+    run = run_of(1, *DENSE, *SHAPE, f"train.init_from={tmp_path}")
+    with pytest.raises(UserError, match=message):
+        huggingface.weight_reader(tmp_path, run)
+
+
+def test_tensors_that_repeat_others_are_accepted(tmp_path: Path) -> None:
+    llama = save_llama(tmp_path, tie_word_embeddings=True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "model.safetensors")
+    theirs, ours = losses(llama, tmp_path, "model.tie_embeddings=true")
+    assert ours == pytest.approx(theirs, abs=1e-5)
+    tensors["lm_head.weight"][0, 0] += 1
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"lm_head\.weight is not a tensor of this model"):
+        losses(llama, tmp_path, "model.tie_embeddings=true")
+
+
+@pytest.mark.parametrize(
+    ("index", "message"),
+    [
+        (None, r"cannot initialise from .*model\.safetensors"),
+        ({"weight_map": {"x": "../secret.safetensors"}}, "it refers to files outside the folder"),
+        ({"weight_map": 3}, "it has no table weight_map"),
+    ],
+)
+def test_weights_that_are_not_there_are_refused(tmp_path: Path, index: Any, message: str) -> None:
+    save_llama(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    if index:
+        (tmp_path / huggingface.INDEX).write_text(json.dumps(index))
+    run = run_of(1, *DENSE, *SHAPE, f"train.init_from={tmp_path}")
+    with pytest.raises(UserError, match=message):
+        huggingface.weight_reader(tmp_path, run)

@@ -120,9 +120,9 @@ def test_every_rank_has_the_logits_and_their_gradients(ranks: Ranks, options: li
 
 def pipeline_without_targets(rank: int, world: int) -> None:
     run = load_run(None, [*TINY, "layout.pipeline=2", "train.global_batch=2"], world=world)
-    with open_state(run, rank, world) as (state, _):
-        with pytest.raises(ValueError, match=r"give targets, or set layout\.pipeline = 1"):
-            state.engine.module(torch.zeros(2, 64, dtype=torch.int64))
+    message = r"give targets, or set layout\.pipeline = 1"
+    with open_state(run, rank, world) as (state, _), pytest.raises(ValueError, match=message):
+        state.engine.module(torch.zeros(2, 64, dtype=torch.int64))
 
 
 def test_a_pipeline_refuses_to_give_logits(ranks: Ranks) -> None:

@@ -31,7 +31,8 @@ from longspan.checkpoint import (
 from longspan.config import Run
 from longspan.data.tokenizer import TOKENIZER
 from longspan.errors import UserError
-from longspan.files import atomic_folder
+from longspan.files import atomic_folder, read_json_object
+from longspan.hf_config import read_llama_config
 from longspan.models import new_decoder, parameter_shapes
 from longspan.runfile import load_run, saved_run_file
 from longspan.sketching import to_dense
@@ -39,6 +40,11 @@ from longspan.sketching import to_dense
 MAX_SHARD_BYTES = 5 << 30
 """Larger models are split into several safetensors files."""
 INDEX = "model.safetensors.index.json"
+MAX_INDEX_BYTES = 64 << 20
+DTYPES = ("F64", "F32", "F16", "BF16")
+"""What weights may be stored in, by safetensors' names."""
+MAX_PROBLEMS = 20
+"""Problems of a folder of weights that are listed."""
 
 HF_MODULES = {
     "embedding": "model.embed_tokens",
@@ -80,7 +86,7 @@ def hf_config(run: Run) -> dict[str, Any]:
         "head_dim": model.head_dim,
         "hidden_act": "silu",
         "max_position_embeddings": run.data.context,
-        "rms_norm_eps": 1e-6,
+        "rms_norm_eps": model.rms_norm_eps,
         "rope_theta": model.rope_theta_for(run.data.context),
         "attention_bias": False,
         "mlp_bias": False,
@@ -165,39 +171,84 @@ def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> None:
 
 
 def weight_reader(folder: Path, run: Run) -> Callable[[str, Region], Tensor]:
-    """A function that reads regions of a Hugging Face Llama's weights, by our names."""
-    files = _files(folder)
-    shapes = parameter_shapes(new_decoder(run))
-    opened: dict[Path, Any] = {}
+    """A function that reads regions of a Hugging Face Llama's weights, by our names.
+
+    It is checked first that the folder holds exactly the run's model: config.json, and the name,
+    shape and dtype of every tensor.
+    """
+    config = read_llama_config(folder)
+    problems = [f"{key} = {text}" for key, text in config.disagreements(run.model).items()]
+    files: dict[str, Any] = {}
+    if not problems:  # otherwise every shape differs
+        files = _open_tensors(folder)
+        problems = _tensor_problems(files, run)
+    if problems:
+        more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
+        lines = [f"  {line}" for line in [*problems[:MAX_PROBLEMS], *more]]
+        raise UserError("\n".join([f"cannot initialise from {folder}:", *lines]))
 
     def read(name: str, region: Region) -> Tensor:
         key = hf_name(name)
-        file = files.get(key, files.get(""))
-        if file is None:
-            raise UserError(f"{folder / INDEX} has no file for {key}")
         try:
-            if file not in opened:
-                opened[file] = safe_open(file, "pt")
-            stored = opened[file].get_slice(key)
-            found = tuple(stored.get_shape())
-            if found != shapes[name]:
-                raise ValueError(f"expected {key} of shape {shapes[name]}, got {found}")
-            values: Tensor = stored[region.slices_within(Region.full(found))]
-        except (OSError, ValueError, SafetensorError) as error:
-            raise UserError(f"cannot initialise from {folder}: {error}") from error
+            stored = files[key].get_slice(key)
+            values: Tensor = stored[region.slices_within(Region.full(tuple(stored.get_shape())))]
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot read {key} in {folder}: {error}") from error
         return values
 
     return read
 
 
-def _files(folder: Path) -> dict[str, Path]:
-    """Map tensor names to files; "" maps to the only file if there is no index."""
-    if not (folder / INDEX).exists():
-        return {"": folder / "model.safetensors"}
-    try:
-        names = json.loads((folder / INDEX).read_text())["weight_map"]
-        if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in names.values()):
-            raise ValueError("it refers to files outside the folder")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"cannot use {folder / INDEX}: {error}") from error
-    return {tensor: folder / name for tensor, name in names.items()}
+def _open_tensors(folder: Path) -> dict[str, Any]:
+    """The open safetensors file that holds each tensor, by the tensor's name."""
+    files: dict[str, Any] = {}
+    for path in _weight_files(folder):
+        if path.exists() and not path.is_file():
+            raise UserError(f"cannot initialise from {path}: it is not a regular file")
+        try:
+            file = safe_open(path, "pt")
+            files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"cannot initialise from {path}: {error}") from error
+    return files
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """The files of the index; without one, the only file."""
+    path = folder / INDEX
+    if not path.exists():
+        return [folder / "model.safetensors"]
+    names = read_json_object(path, MAX_INDEX_BYTES).get("weight_map")
+    if not isinstance(names, dict) or not names:
+        raise UserError(f"cannot use {path}: it has no table weight_map")
+    found = sorted({str(name) for name in names.values()})
+    if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in found):
+        raise UserError(f"cannot use {path}: it refers to files outside the folder")
+    return [folder / name for name in found]
+
+
+def _tensor_problems(files: dict[str, Any], run: Run) -> list[str]:
+    """What differs between the tensors in `files` and the run's model."""
+    expected = {hf_name(n): shape for n, shape in parameter_shapes(new_decoder(run)).items()}
+    problems = [f"{name} is missing" for name in expected if name not in files]
+    for name, file in files.items():
+        stored = file.get_slice(name)
+        shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
+        if name not in expected:
+            if not _is_redundant(name, files, run):
+                problems.append(f"{name} is not a tensor of this model: remove it")
+        elif shape != expected[name]:
+            problems.append(f"{name}: expected shape {expected[name]}, got {shape}")
+        elif dtype not in DTYPES:
+            problems.append(f"{name}: expected dtype {', '.join(DTYPES)}, got {dtype}")
+    return problems
+
+
+def _is_redundant(name: str, files: dict[str, Any], run: Run) -> bool:
+    """Whether a tensor only repeats what the model has: RoPE's table, or a tied head."""
+    if name.endswith(".rotary_emb.inv_freq"):
+        return True
+    head, embedding = hf_name("head.weight"), hf_name("embedding.weight")
+    if name != head or not run.model.tie_embeddings or embedding not in files:
+        return False
+    return torch.equal(*(files[key].get_tensor(key) for key in (head, embedding)))

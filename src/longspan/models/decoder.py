@@ -41,7 +41,7 @@ class SelfAttention(nn.Module):
         self.query = linear("attention.query", model.hidden, q_dim)
         self.key = linear("attention.key", model.hidden, kv_dim)
         self.value = linear("attention.value", model.hidden, kv_dim)
-        self.norm = RMSNorm(q_dim) if model.sub_layer_norm else nn.Identity()
+        self.norm = _norm(model, q_dim) if model.sub_layer_norm else nn.Identity()
         self.out = linear("attention.out", q_dim, model.hidden)
 
     def forward(self, x_BNC: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
@@ -61,15 +61,20 @@ class Block(nn.Module):
     def __init__(self, model: Model, pattern: Pattern, index: int) -> None:
         super().__init__()
         linear = partial(_linear, model, index)
-        self.attention_norm = RMSNorm(model.hidden)
+        self.attention_norm = _norm(model, model.hidden)
         self.attention = SelfAttention(model, pattern, linear)
-        self.mlp_norm = RMSNorm(model.hidden)
-        self.mlp = SwiGLU(model.hidden, model.ffn, linear, sub_layer_norm=model.sub_layer_norm)
+        self.mlp_norm = _norm(model, model.hidden)
+        sub_layer_norm = _norm(model, model.ffn) if model.sub_layer_norm else None
+        self.mlp = SwiGLU(model.hidden, model.ffn, linear, sub_layer_norm)
 
     def forward(self, x_BNC: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
         x_BNC = x_BNC + self.attention(self.attention_norm(x_BNC), rope, cache)
         out: Tensor = x_BNC + self.mlp(self.mlp_norm(x_BNC))
         return out
+
+
+def _norm(model: Model, width: int) -> RMSNorm:
+    return RMSNorm(width, model.rms_norm_eps)
 
 
 def _linear(model: Model, block: int, name: str, in_features: int, out_features: int) -> nn.Module:
@@ -94,7 +99,7 @@ class Decoder(nn.Module):
         """Positions (tokens,) of this rank's tokens in the sequence, if ranks split it."""
         self.embedding = nn.Embedding(model.vocab, model.hidden)
         self.blocks = nn.ModuleList(Block(model, pattern, i) for i in range(model.layers))
-        self.norm = RMSNorm(model.hidden)
+        self.norm = _norm(model, model.hidden)
         # With tied embeddings there is no head, so that no weight is registered twice.
         self.head = (
             None if model.tie_embeddings else nn.Linear(model.hidden, model.vocab, bias=False)

@@ -7,22 +7,20 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn.functional import silu
 
-from longspan.nn.norm import RMSNorm
-
 MakeLinear = Callable[[str, int, int], nn.Module]
 """Creates a linear layer without bias from its name, in_features and out_features."""
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)); `sub_layer_norm` adds MAGNETO's norm before `down`."""
+    """down(norm(silu(gate(x)) · up(x))); `norm` is MAGNETO's sub-layer norm, by default none."""
 
     def __init__(
-        self, hidden: int, ffn: int, linear: MakeLinear, *, sub_layer_norm: bool = False
+        self, hidden: int, ffn: int, linear: MakeLinear, norm: nn.Module | None = None
     ) -> None:
         super().__init__()
         self.gate = linear("mlp.gate", hidden, ffn)
         self.up = linear("mlp.up", hidden, ffn)
-        self.norm = RMSNorm(ffn) if sub_layer_norm else nn.Identity()
+        self.norm = norm or nn.Identity()
         self.down = linear("mlp.down", ffn, hidden)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ class RMSNorm(nn.RMSNorm):
     in forward, and one in backward.
     """
 
-    def __init__(self, width: int) -> None:
-        super().__init__(width, eps=1e-6)
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__(width, eps=eps)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight.to(autocast_dtype(x) or x.dtype).to(x.dtype)

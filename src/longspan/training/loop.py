@@ -24,6 +24,7 @@ from longspan.engines import open_engine
 from longspan.errors import Diverged, OutOfMemory, Stopped
 from longspan.export.huggingface import weight_reader
 from longspan.faults import fault_point
+from longspan.hf_config import read_llama_config
 from longspan.models.generation import encode_prompt
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
@@ -138,7 +139,8 @@ def _train(
         reporter.print(
             f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
         )
-        reporter.print_table(_summary(run, engine.module, source, mesh))
+        weights = {"weights": _weights_text(run)} if settings.init_from and not saved else {}
+        reporter.print_table({**_summary(run, engine.module, source, mesh), **weights})
         if not evaluation.samples:
             reporter.print("no evaluation: the validation split holds less than one sample")
         history.write(
@@ -233,6 +235,13 @@ def _summary(run: Run, module: nn.Module, source: Source, mesh: ParallelMesh) ->
         **engine,
         "device": f"{train.device}, {train.precision}{compiled}",
     }
+
+
+def _weights_text(run: Run) -> str:
+    """Where a new run's weights come from, and what it computes otherwise than their config."""
+    folder = run.train.init_from
+    changes = read_llama_config(Path(folder)).changes(run)
+    return "; ".join([f"initialised from {folder}", *changes])
 
 
 @contextmanager
