@@ -9,7 +9,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "longspan"
 GROUND = {"dtypes", "errors", "faults", "files", "hardware", "hashing", "presets"}
-GROUND |= {"checks", "constants", "progress", "torch_internals"}
+GROUND |= {"vocabulary", "checks", "constants", "progress", "torch_internals"}
 """Plain modules that anyone may import and that import no room."""
 
 MODEL = {"attention", "nn", "sketching", "models", "config", "costs"}

@@ -66,7 +66,9 @@ class Model(Section):
     """Width of the gated MLP (SwiGLU); by default 8/3 of `hidden`, rounded up to a multiple of
     128."""
     vocab: Positive = 256
-    """Vocabulary size; must be at least that of the tokenizer."""
+    """Vocabulary size, at least that of the tokenizer; by default that of `train.init_from`, else
+    that of the tokenizer in the folder `data.source`, rounded up to a multiple of 64, else the
+    preset's."""
     tie_embeddings: bool = True
     """Uses the token embedding as the weight of the output head."""
     sub_layer_norm: bool = False

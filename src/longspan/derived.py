@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from longspan.config import BLOCK_SPARSE_KEYS, Attention, Model, Run
 from longspan.costs import linear_costs
+from longspan.vocabulary import MULTIPLE, is_folder, rounded_vocab, vocab_of_data
 
 
 def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
@@ -15,8 +16,10 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
     accumulation = train.global_batch // (train.micro_batch * data_parallel)
     tokens = train.global_batch * context
     linear = {} if run.model.linear == "dense" else {"linear layers": _linear_text(run.model)}
+    data_vocab = {"vocabulary": _vocab_text(run)} if is_folder(run.data.source) else {}
     return {
         **linear,
+        **data_vocab,
         "attention": f"{run.attention.kind}{_pattern_text(run.attention)}, context {context:,}, "
         f"RoPE theta {run.model.rope_theta_for(context):,.0f}",
         "batch": f"{train.global_batch} = micro-batch {train.micro_batch} × gradient accumulation "
@@ -27,6 +30,18 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
         "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items())
         + (f", ZeRO stage {run.layout.zero}" if ranks["shard"] > 1 else ""),
     }
+
+
+def _vocab_text(run: Run) -> str:
+    size, source = run.model.vocab, run.data.source
+    needed = vocab_of_data(source)
+    if needed is None:
+        return f"{size:,}; {source} does not say what its tokenizer has"
+    if size == needed:
+        return f"{size:,}, that of the tokenizer"
+    if size == rounded_vocab(needed):
+        return f"{size:,}: the tokenizer's {needed:,}, rounded up to a multiple of {MULTIPLE}"
+    return f"{size:,}; the tokenizer has {needed:,}"
 
 
 def _linear_text(model: Model) -> str:

@@ -21,6 +21,7 @@ from longspan.config import AXES, Model, Run, Section
 from longspan.errors import UserError
 from longspan.hf_config import LlamaConfig, read_llama_config
 from longspan.rules import Problem, check_rules
+from longspan.vocabulary import is_folder, rounded_vocab, vocab_of_data
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -60,12 +61,17 @@ def load_run(
     """
     name = str(path) if path else f"built-in run {builtin!r}"
     tables = _read(path) if path else _read_builtin(builtin)
-    return parse_run(_override(tables, overrides), name, world=world)
+    overrides = list(overrides)
+    given = _override(tables, overrides)
+    if path is None and not any(text.startswith("model.vocab=") for text in overrides):
+        _drop_builtin_vocab(given)
+    return parse_run(given, name, world=world)
 
 
 def parse_run(tables: Mapping[str, Any], name: str = "run", *, world: int | None = 1) -> Run:
     """Validate plain tables into a Run, or raise one UserError that lists every problem."""
     tables, weights, problems = _fill_from_weights(_fill_branches(dict(tables)))
+    tables = _fill_vocab(tables)
     problems += [
         Problem(key, f"unknown section{_did_you_mean(key, SECTIONS)}")
         for key in tables
@@ -144,6 +150,27 @@ def _fill_from_weights(
         return tables, None, [Problem("train.init_from", str(error))]
     filled = {**{key: getattr(config, key) for key in keys}, **model}
     return {**tables, "model": filled}, config, []
+
+
+def _fill_vocab(tables: dict[str, Any]) -> dict[str, Any]:
+    """Give a [model] without vocab that of the tokenizer of the data, if it is there to be read."""
+    model, data = tables.get("model", {}), tables.get("data", {})
+    if not isinstance(model, Mapping) or not isinstance(data, Mapping) or "vocab" in model:
+        return tables
+    source = data.get("source")
+    vocab = vocab_of_data(source) if is_folder(source) else None
+    if vocab is None:
+        return tables
+    return {**tables, "model": {**model, "vocab": rounded_vocab(vocab)}}
+
+
+def _drop_builtin_vocab(tables: dict[str, Any]) -> None:
+    """Remove the vocabulary of the built-in text from a built-in run with other data or weights."""
+    model, data, train = (tables.get(section) for section in ("model", "data", "train"))
+    if not (isinstance(model, dict) and isinstance(data, dict) and isinstance(train, dict)):
+        return
+    if is_folder(data.get("source")) or train.get("init_from"):
+        model.pop("vocab", None)
 
 
 def check_run_folder(run_dir: Path, *, resume: bool) -> None:

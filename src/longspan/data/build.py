@@ -11,10 +11,11 @@ from typing import Literal
 
 import numpy as np
 
-from longspan.data.shards import DTYPES, INDEX, SPLITS, Index, Shard, dtype_for
+from longspan.data.shards import DTYPES, SPLITS, Index, Shard, dtype_for
 from longspan.data.tokenizer import TOKENIZER, ByteTokenizer, JsonTokenizer, Tokenizer
 from longspan.errors import UserError
 from longspan.files import atomic_folder
+from longspan.vocabulary import INDEX
 
 _VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
 

@@ -21,8 +21,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from longspan.errors import UserError, first_problem
 from longspan.files import sha256_of
+from longspan.vocabulary import INDEX
 
-INDEX = "index.json"
 FORMAT: Literal["longspan-tokens-1"] = "longspan-tokens-1"
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 DTYPES = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
