@@ -182,7 +182,9 @@ class Layout(Section):
     """Also splits norms and the residual stream along tokens over the tensor axis (Megatron-style
     sequence parallelism)."""
     gradient_compression: Literal["none", "bf16", "powersgd"] = "none"
-    """Compresses the gradient all-reduce of replicas; needs `replicate` as the only axis."""
+    """Precision in which ranks reduce gradients: "none" is float32; "bf16" halves the bytes (FSDP's
+    reduce_dtype, DeepSpeed's communication_data_type); "powersgd" all-reduces low-rank approximations
+    and needs `replicate` as the only axis."""
     offload: bool = False
     """Offloads sharded parameters, gradients and optimizer state to CPU, where the optimizer
     runs."""

@@ -198,11 +198,18 @@ def _layout_rules(layout: Layout, model: Model, data: Data, train: Train, world:
     if layout.zero == 0 and ranks["sequence"] > 1:
         message = "0 is not supported with layout.sequence, which shards parameters: use 1, 2 or 3"
         yield Problem("layout.zero", message)
-    if layout.gradient_compression != "none" and not 1 < ranks["replicate"] == world:
+    if layout.gradient_compression == "powersgd" and not 1 < ranks["replicate"] == world:
         yield Problem(
             "layout.gradient_compression",
-            f'"{layout.gradient_compression}" needs layout.replicate as the only axis, but it has '
-            f'{ranks["replicate"]} of {world} ranks: use "none"',
+            '"powersgd" needs layout.replicate as the only axis, but it has '
+            f'{ranks["replicate"]} of {world} ranks: use "none" or "bf16"',
+        )
+    reduce_ranks = ranks["replicate"] * ranks["shard"] * ranks["sequence"]
+    if layout.gradient_compression == "bf16" and reduce_ranks == 1:
+        yield Problem(
+            "layout.gradient_compression",
+            '"bf16" has no effect, because no ranks reduce gradients: use "none", or set '
+            "layout.replicate, layout.shard or layout.sequence > 1",
         )
     if precision == "fp16" and tensor > 1:
         yield Problem(
@@ -307,9 +314,6 @@ def _engine_rules(engine: Engine, layout: Layout, train: Train, world: int) -> P
             "layout.offload",
             'true needs engine.name = "native": use false' + (other if name == "deepspeed" else ""),
         )
-    if layout.gradient_compression != "none":
-        message = f'"{layout.gradient_compression}" needs engine.name = "native": use "none"'
-        yield Problem("layout.gradient_compression", message)
     if name == "accelerate" and ranks["shard"] > 1 and engine.mode == "plain":
         yield Problem(
             "engine.mode",
@@ -330,6 +334,9 @@ def _deepspeed_problems(
     engine: Engine, layout: Layout, train: Train, ranks: Mapping[str, int]
 ) -> Problems:
     stage = layout.zero if ranks["replicate"] == 1 else 0
+    if layout.gradient_compression == "powersgd":
+        message = '"powersgd" is not supported with DeepSpeed: use "none" or "bf16"'
+        yield Problem("layout.gradient_compression", message)
     if train.optimizer != "adamw":
         message = f'"{train.optimizer}" needs engine.name = "native": use "adamw"'
         yield Problem("train.optimizer", message)

@@ -74,6 +74,40 @@ def test_zero_stages(
     assert counts["allreduce"] == PER_STEP
 
 
+def reduced_bytes(rank: int, world: int, overrides: list[str]) -> tuple[int, int]:
+    """Bytes of gradients that a step reduce-scatters and all-reduces."""
+    run = load_run(None, [*SMALL, *overrides], world=world)
+    with open_state(run, rank, world) as (state, source), Collectives() as mode:
+        train_step(state, source, run.train, CPU)
+    return mode.bytes["_reduce_scatter_base"], mode.bytes["allreduce"]
+
+
+HYBRID = ["layout.replicate=2", "layout.shard=2", "train.global_batch=4"]
+
+
+@pytest.mark.parametrize(
+    ("world", "overrides"),
+    [
+        (2, ["layout.zero=3", "train.global_batch=2"]),
+        (2, ["layout.zero=1", "train.global_batch=4"]),
+        (2, ["layout.sequence=2"]),
+        (4, HYBRID),
+    ],
+)
+def test_bf16_halves_the_bytes_of_sharded_gradients(
+    ranks: Ranks, world: int, overrides: list[str]
+) -> None:
+    exact, all_reduced = ranks.run(reduced_bytes, world, overrides)[0]
+    options = [*overrides, "layout.gradient_compression=bf16"]
+    halved, all_halved = ranks.run(reduced_bytes, world, options)[0]
+    assert exact > 0
+    assert halved == exact // 2
+    if overrides is HYBRID:  # what was reduce-scattered, and two float32 numbers per step
+        other = all_reduced - exact
+        assert other < 100
+        assert all_halved - other == exact // 2
+
+
 def test_tensor_parallel(ranks: Ranks) -> None:
     counts = ranks.run(collectives_of_a_step, 2, ["layout.tensor=2"])[0]
     per_block = 2 + 2  # outputs in the forward pass, gradients of inputs in the backward pass

@@ -32,11 +32,21 @@ def test_offloading_changes_nothing(ranks: Ranks, single: Path, tmp_path: Path, 
     assert_same_run(tmp_path / "run", single)
 
 
-@pytest.mark.parametrize(("method", "tolerance"), [("bf16", 1e-3), ("powersgd", 0.1)])
+REPLICAS = ["layout.replicate=2", "layout.shard=1"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "method", "tolerance"),
+    [
+        (REPLICAS, "bf16", 1e-3),
+        (REPLICAS, "powersgd", 0.1),
+        (["layout.shard=2", "layout.zero=2"], "bf16", 1e-3),
+    ],
+)
 def test_gradient_compression_changes_losses_little(
-    ranks: Ranks, single: Path, tmp_path: Path, method: str, tolerance: float
+    ranks: Ranks, single: Path, tmp_path: Path, layout: list[str], method: str, tolerance: float
 ) -> None:
-    overrides = ["layout.replicate=2", "layout.shard=1", f"layout.gradient_compression={method}"]
+    overrides = [*layout, f"layout.gradient_compression={method}"]
     if method == "powersgd":  # which starts after ten exact steps
         overrides.append("train.steps=15")
         single = tmp_path / "single"

@@ -82,7 +82,7 @@ def parallelize(
         module = PipelinedDecoder(model, stages, mesh["pipeline"], forward_context)
     if mesh.is_fsdp:
         for part in _roots(module):
-            apply_fsdp(part, mesh, train.precision, offload=layout.offload)
+            apply_fsdp(part, mesh, layout, train.precision)
     return module
 
 
@@ -128,9 +128,12 @@ def apply_to_blocks(model: Decoder, train: Train, *, communicates: bool = False)
         model.blocks[index] = checkpointed(block, mode, communicates=communicates)
 
 
-def apply_fsdp(
-    module: nn.Module, mesh: ParallelMesh, precision: str, *, offload: bool = False
-) -> None:
+def reduce_dtype(layout: Layout) -> torch.dtype:
+    """The dtype in which ranks reduce gradients; shards accumulate them in float32."""
+    return torch.bfloat16 if layout.gradient_compression == "bf16" else torch.float32
+
+
+def apply_fsdp(module: nn.Module, mesh: ParallelMesh, layout: Layout, precision: str) -> None:
     """Shard each block, and then the rest, over the shard and sequence ranks.
 
     Blocks are gathered in the run's precision, which is what they compute in: autocast would keep
@@ -143,18 +146,19 @@ def apply_fsdp(
     shard = partial(
         fully_shard,
         mesh=shard_mesh,
-        offload_policy=CPUOffloadPolicy(on_gpu) if offload else OffloadPolicy(),
+        offload_policy=CPUOffloadPolicy(on_gpu) if layout.offload else OffloadPolicy(),
     )
-    mixed_precision = MixedPrecisionPolicy(
-        param_dtype=DTYPES.get(precision),
-        reduce_dtype=torch.float32,
+    policy = partial(
+        MixedPrecisionPolicy,
+        reduce_dtype=reduce_dtype(layout),
         cast_forward_inputs=False,  # the residual stream is float32
     )
+    block_policy = policy(param_dtype=DTYPES.get(precision))
     assert isinstance(module.blocks, nn.ModuleList)
     for block in module.blocks:
         reshards = mesh.reshards_after_forward
-        shard(block, reshard_after_forward=reshards, mp_policy=mixed_precision)
-    shard(module)  # the embedding stays gathered: the head may use it again
+        shard(block, reshard_after_forward=reshards, mp_policy=block_policy)
+    shard(module, mp_policy=policy())  # the embedding stays gathered: the head may use it again
     if isinstance(module, Decoder):
         register_fsdp_forward_method(module, "next_logits")
 
@@ -162,11 +166,7 @@ def apply_fsdp(
 def apply_ddp(
     model: Decoder, mesh: ParallelMesh, layout: Layout, device: torch.device
 ) -> DistributedDataParallel:
-    """Replicate the model, with the gradient compression that the layout asks for.
-
-    PowerSGD adds the error of one step to the next; that of the last step before a checkpoint is
-    lost.
-    """
+    """Replicate the model, with the gradient compression that the layout asks for."""
     replica = DistributedDataParallel(
         model,
         device_ids=[mesh.world.local_rank] if device.type == "cuda" else None,
@@ -174,13 +174,22 @@ def apply_ddp(
         init_sync=False,
         broadcast_buffers=False,  # signs of sketched layers, which are the same everywhere
     )
+    compress_gradients(replica, layout)
+    return replica
+
+
+def compress_gradients(replica: DistributedDataParallel, layout: Layout) -> None:
+    """Have DDP all-reduce gradients as `layout.gradient_compression` says.
+
+    PowerSGD adds the error of one step to the next; that of the last step before a checkpoint is
+    lost.
+    """
     if layout.gradient_compression == "bf16":
         # torch restricts its registered bf16 hook to NCCL; called directly it works with gloo too.
         group = default_process_group()
         replica.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(group, bucket))
     if layout.gradient_compression == "powersgd":
         replica.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=10), powerSGD_hook)
-    return replica
 
 
 def named_parameters(model: Decoder) -> Iterator[tuple[str, nn.Parameter]]:

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.config import Run
 from longspan.models import new_decoder
-from longspan.parallel.apply import named_parameters, parallelize
+from longspan.parallel.apply import named_parameters, parallelize, reduce_dtype
 from longspan.parallel.dtensor import to_local
 from longspan.parallel.mesh import ParallelMesh, init_parameter_mesh
 from longspan.parallel.world import World
@@ -148,13 +148,14 @@ def _transient_sharded(run: Run, mesh: ParallelMesh, counts: _ElementCounts) -> 
         in_blocks, at_end = 2 * largest_block, 0  # the current block and the prefetched one
     else:  # pipeline stages keep theirs for the next micro-batch
         in_blocks = at_end = sum(counts.blocks.values())
+    reduce_bytes = reduce_dtype(run.layout).itemsize
     # Backward through the blocks: the gradients of one block, and their reduce-scatter input.
-    block_bytes = width * in_blocks + (width + FP32_BYTES) * largest_block
+    block_bytes = width * in_blocks + (width + reduce_bytes) * largest_block
     block_bytes += FP32_BYTES * counts.outside_blocks
     end_bytes = width * at_end + FP32_BYTES * HEAD_BUFFERS * counts.head
     peak = FP32_BYTES * counts.outside_blocks + max(block_bytes, end_bytes)
     if mesh.ranks["replicate"] > 1 and run.layout.zero > 1 and _accumulates(run, mesh):
-        peak += FP32_BYTES * sum(counts.local)  # all-reduced over replicas at the end of the step
+        peak += reduce_bytes * sum(counts.local)  # all-reduced over replicas at the end of a step
     return peak
 
 
