@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import re
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
-import torch
+import torch.distributed as dist
 
 from longspan.cli import main
 from longspan.cli.arguments import parse
 from longspan.config import Section, Sketch
 from longspan.runfile import SECTIONS, load_run
+from tests.harness import Ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,21 +43,63 @@ def test_every_key_of_the_run_file_is_documented(name: str) -> None:
     assert reference(name, TABLES[name]) in (ROOT / "docs" / "run-file.md").read_text()
 
 
+def blocks(page: Path, *languages: str) -> list[str]:
+    """The code blocks of a page in one of `languages`; "" is a block without one."""
+    found = re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)
+    return [text for language, text in found if language in languages]
+
+
 def commands() -> list[str]:
+    """The arguments of `longspan` wherever a page shows a command, in a block or in a sentence."""
     found = []
     for page in PAGES:
-        for block in re.findall(r"```(?:sh|console)\n(.*?)```", page.read_text(), re.DOTALL):
-            joined = block.replace("\\\n", " ")
-            lines = [line.removeprefix("$ ") for line in joined.splitlines()]
-            found += [line for line in lines if line.startswith("longspan ")]
-    return found
+        for block in blocks(page, "sh", "console", ""):
+            if "\nlongspan: " in block:  # an error, which the next test compares
+                continue
+            for line in block.replace("\\\n", " ").splitlines():
+                start = re.match(r"(?:\$ )?(?:longspan|\S.*(?:-m|--module) longspan) ", line)
+                found += [line[start.end() :]] if start else []
+        prose = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for line in re.findall(r"`([^`]*\blongspan [^`]+)`", prose):
+            start = re.match(r"(?:longspan|\S.*(?:-m|--module) longspan)\s", line)
+            found += [" ".join(line[start.end() :].split())] if start else []
+    return sorted(set(found))
 
 
 @pytest.mark.parametrize("command", commands())
-def test_every_command_in_the_docs_parses(command: str) -> None:
-    words = shlex.split(command, comments=True)[1:]
-    if "--help" not in words:
-        parse(words)
+def test_every_command_in_the_docs_is_valid(command: str) -> None:
+    words = [word for word in shlex.split(command, comments=True) if word != "…"]
+    if ">" in words:
+        words = words[: words.index(">")]
+    if "--help" in words or not any(word.startswith("-") or "=" in word for word in words):
+        with pytest.raises(SystemExit) as exit:  # a verb by name, perhaps without its arguments
+            parse([*words, "--help"])
+        assert exit.value.code == 0
+        return
+    if words[-1] == "--nproc":  # an option by name
+        words.append("2")
+    items = getattr(parse(words), "items", [])
+    load_run(None, [item for item in items if "=" in item], world=None)
+
+
+ERRORS = [x for page in PAGES for x in blocks(page, "console") if "\nlongspan: " in x]
+
+
+@pytest.mark.parametrize("text", ERRORS, ids=lambda x: x.split()[2])
+def test_every_error_in_the_docs_is_the_printed_one(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, message = text.split("\n", 1)
+    assert main(shlex.split(command)[2:]) == 2
+    assert capsys.readouterr().err == message
+
+
+@pytest.mark.parametrize(
+    "text", [text for page in PAGES for text in blocks(page, "toml")], ids=lambda x: x.split()[0]
+)
+def test_every_toml_block_in_the_docs_is_a_run_file(text: str, tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    load_run(tmp_path / "run.toml")
 
 
 def test_links_between_pages_resolve() -> None:
@@ -68,13 +115,45 @@ def test_every_example_run_file_is_valid(example: Path) -> None:
     load_run(example)
 
 
-def test_the_python_in_the_attention_page_runs() -> None:
-    q, k, v = (torch.randn(1, 64, 4, 8) for _ in range(3))
-    names: dict[str, object] = {"q": q, "k": k, "v": v}
-    for block in re.findall(r"```python\n(.*?)```", (ROOT / "docs/attention.md").read_text(), re.S):
-        exec(block, names)
-    assert isinstance(names["y"], torch.Tensor)
-    assert names["y"].shape == q.shape
+def run_page(rank: int, world: int, code: str) -> str:
+    """Run a page's Python as torchrun does, and return what it prints."""
+    port = [free_port()]
+    dist.broadcast_object_list(port)
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port[0]}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    if "init_process_group" in code:
+        dist.destroy_process_group()  # the page makes its own
+    names: dict[str, object] = {"__name__": "page"}
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(code, "page", "exec"), names)
+    if "agree" in names:  # CONTRIBUTING's function for several ranks
+        print(names["agree"](rank, world, 10), file=printed)  # type: ignore[operator]
+    return printed.getvalue()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+PYTHON = [page for page in PAGES if blocks(page, "python") and page.name != "engines.md"]
+"""Pages whose Python is run here; that of engines.md is examples/, which test_examples.py runs."""
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=lambda page: page.name)
+def test_the_python_in_a_page_runs_and_prints_what_it_says(ranks: Ranks, page: Path) -> None:
+    code = "\n".join(blocks(page, "python"))
+    world = int((re.findall(r"nproc-per-node (\d+)", code) or [1])[0])
+    if page.name == "CONTRIBUTING.md":
+        assert ranks.run(run_page, 4, code) == ["60\n"] * 4
+        return
+    printed = ranks.run(run_page, world, code)[0]
+    expected = re.findall(r"^print\(.*\)(?:  |\n)# (.*)$", code, re.MULTILINE)
+    expected += blocks(page, "text") if page.name == "sketched.md" else []
+    for text in expected:
+        assert text in printed
 
 
 def test_the_plan_in_the_docs_is_the_printed_one(capsys: pytest.CaptureFixture[str]) -> None:
@@ -82,13 +161,3 @@ def test_the_plan_in_the_docs_is_the_printed_one(capsys: pytest.CaptureFixture[s
     ((command, text),) = re.findall(r"```console\n\$ longspan (.*?)\n(.*?)```", page, re.S)
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == text
-
-
-@pytest.mark.filterwarnings("ignore:SKLinear .* stores")
-def test_the_python_in_the_sketched_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    page = (ROOT / "docs/sketched.md").read_text()
-    names: dict[str, object] = {}
-    for block in re.findall(r"```python\n(.*?)```", page, re.S):
-        exec(block, names)
-    (table,) = re.findall(r"```text\n(.*?)```", page, re.S)
-    assert table in capsys.readouterr().out
