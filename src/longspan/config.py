@@ -183,8 +183,8 @@ class Layout(Section):
     sequence parallelism)."""
     gradient_compression: Literal["none", "bf16", "powersgd"] = "none"
     """Precision in which ranks reduce gradients: "none" is float32; "bf16" halves the bytes (FSDP's
-    reduce_dtype, DeepSpeed's communication_data_type); "powersgd" all-reduces low-rank approximations
-    and needs `replicate` as the only axis."""
+    reduce_dtype, DeepSpeed's communication_data_type); "powersgd" all-reduces low-rank
+    approximations, and needs `replicate` as the only axis."""
     offload: bool = False
     """Offloads sharded parameters, gradients and optimizer state to CPU, where the optimizer
     runs."""
@@ -300,6 +300,9 @@ OffloadTarget = Literal["none", "cpu", "nvme"]
 class Engine(Section):
     name: Literal["native", "deepspeed", "accelerate"] = "native"
     """Library that runs a training step: PyTorch itself, DeepSpeed, or Hugging Face Accelerate."""
+    accelerate_config: str = ""
+    """Accelerate configuration file, in YAML, that must not contradict the run file (see `longspan
+    config show --accelerate`)."""
     mode: Literal["auto", "plain", "fsdp2", "deepspeed"] = "auto"
     """Backend of Accelerate: "auto" is plain data parallelism (DDP) for replicas and FSDP2 for
     sharded ranks. The keys below configure DeepSpeed."""
@@ -323,8 +326,8 @@ class Engine(Section):
     param_persistence_threshold: NonNegative | None = None
     """Keeps parameters with fewer elements unsharded under ZeRO-3; by default 1e5."""
     deepspeed_config: str = ""
-    """DeepSpeed configuration file for settings that have no key here; it must not contradict the
-    run file (see `longspan config show --deepspeed`)."""
+    """DeepSpeed configuration file, in JSON, for settings that have no key here; it must not
+    contradict the run file (see `longspan config show --deepspeed`)."""
 
 
 class Checkpoint(Section):

@@ -25,8 +25,10 @@ from longspan.engines.settings import zero_stage
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training import train
+from longspan.training.step import train_step
+from tests.collectives import Collectives
 from tests.harness import Ranks
-from tests.steps import open_state
+from tests.steps import CPU, open_state
 
 STEPS = 5
 OPTIONS = [
@@ -65,7 +67,12 @@ CASES = {
     ],
     "zero 1, offloaded": [*DEEPSPEED, "layout.zero=1", OFFLOADED[0]],
     "zero 2, offloaded": [*DEEPSPEED, "layout.zero=2", OFFLOADED[0], "engine.overlap_comm=true"],
-    "zero 3, offloaded": [*DEEPSPEED, "layout.zero=3", *OFFLOADED],
+    "zero 3, offloaded": [
+        *DEEPSPEED,
+        "layout.zero=3",
+        *OFFLOADED,
+        "engine.deepspeed_config={folder}/ds.json",
+    ],
     "zero 3, activation checkpointing": [
         *DEEPSPEED,
         "layout.zero=3",
@@ -74,6 +81,21 @@ CASES = {
     "zero 2, selective": [*DEEPSPEED, "layout.zero=2", "train.activation_checkpointing=selective"],
     "accelerate": ["engine.name=accelerate", "layout.zero=0"],
 }
+ADDED = {
+    "zero_optimization": {
+        "offload_param": {"pin_memory": True},
+        "offload_optimizer": {"pin_memory": True},
+        "sub_group_size": 1e9,
+        "reduce_scatter": True,
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "allgather_partitions": True,
+        "stage3_prefetch_bucket_size": 5e7,
+    },
+    "flops_profiler": {"enabled": True, "profile_step": 2},
+    "wall_clock_breakdown": False,
+}
+"""A DeepSpeed file of settings that are passed on."""
 CHAIN = [
     (2, [*DEEPSPEED, "layout.zero=3"]),
     (3, ["engine.name=accelerate", "layout.zero=0"]),
@@ -95,7 +117,8 @@ def set_launcher_environment(rank: int, world: int) -> None:
 def train_all(rank: int, world: int, folder: str) -> None:
     """All in one process group: DeepSpeed caches its first one for good."""
     set_launcher_environment(rank, world)
-    for name, options in CASES.items():
+    for name, case in CASES.items():
+        options = [option.format(folder=folder) for option in case]
         train(run_of(world, *options), Path(folder, name), world=World(rank, world, rank))
     for steps, options in CHAIN:
         run = run_of(world, *options, f"train.steps={steps}")
@@ -123,6 +146,21 @@ def _skip_steps(rank: int, world: int, run: Run) -> list[float]:
         return moved
 
 
+def reduce_gradients(
+    rank: int, world: int, counted: list[list[str]], moved: list[list[str]]
+) -> tuple[list[int], list[float]]:
+    """The bytes that a step of each engine reduces, and how far its first step moves weights."""
+    set_launcher_environment(rank, world)
+    sizes = [_reduced_bytes(rank, world, run_of(world, *options)) for options in counted]
+    return sizes, [_skip_steps(rank, world, run_of(world, *options))[0] for options in moved]
+
+
+def _reduced_bytes(rank: int, world: int, run: Run) -> int:
+    with open_state(run, rank, world) as (state, source), Collectives() as mode:
+        train_step(state, source, run.train, CPU)
+    return sum(count for name, count in mode.bytes.items() if "reduce" in name)
+
+
 def _must_skip(skip: float, norm: Tensor, *, may_overflow: bool) -> Tensor:
     return torch.tensor(skip) if norm.isfinite() else torch.tensor(1.0)
 
@@ -146,6 +184,7 @@ def run_in_fresh_processes(function: Callable[..., Any], world: int, *arguments:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of all cases on two ranks, and "single" in one native process."""
     folder = tmp_path_factory.mktemp("engines")
+    (folder / "ds.json").write_text(json.dumps(ADDED))
     train(run_of(1), folder / "single")
     train(run_of(1, "train.steps=1"), folder / "chain")
     run_in_fresh_processes(train_all, 2, str(folder))
@@ -206,6 +245,22 @@ def test_one_process_needs_no_launcher(folder: Path, tmp_path: Path) -> None:
         run_in_fresh_processes(train_one, 1, name, str(tmp_path / name))
         (losses, _), (expected, _) = trained(tmp_path / name), trained(folder / "single")
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
+
+
+def test_gradients_are_reduced_in_bf16_on_request() -> None:
+    bf16, replicas = "layout.gradient_compression=bf16", "layout.zero=0"
+    stages = [[*DEEPSPEED, f"layout.zero={stage}"] for stage in range(4)]
+    accelerate = ["engine.name=accelerate", replicas]
+    (sizes, (native, compressed, exact)), _ = run_in_fresh_processes(
+        reduce_gradients,
+        2,
+        [*stages, *[[*stage, bf16] for stage in stages]],
+        [[replicas, bf16], [*accelerate, bf16], accelerate],
+    )
+    for size, halved in zip(sizes[:4], sizes[4:], strict=True):
+        assert size > 50_000  # of which the loss and the gradient norm are a few
+        assert abs(halved - size / 2) < 200
+    assert compressed == native != exact
 
 
 def train_one(rank: int, world: int, name: str, run_dir: str) -> None:

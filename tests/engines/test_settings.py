@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from longspan.cli import main
-from longspan.engines.settings import deepspeed_settings
+from longspan.engines.accelerate_fields import FSDP_ENVIRONMENT, accelerate_fields
+from longspan.engines.deepspeed_fields import deepspeed_fields
+from longspan.engines.settings import accelerate_settings, deepspeed_settings
 from longspan.errors import UserError
 from longspan.runfile import load_run
 
@@ -28,8 +33,9 @@ SMALL = [
 ]
 
 
-def settings(*overrides: str) -> dict[str, object]:
-    run = load_run(None, [*SMALL, "engine.name=deepspeed", *overrides], world=2)
+def settings(*overrides: str) -> dict[str, Any]:
+    device = ["train.device=cpu", "train.precision=fp32"]
+    run = load_run(None, [*SMALL, *device, "engine.name=deepspeed", *overrides], world=2)
     return deepspeed_settings(run, run.layout.resolve(2))
 
 
@@ -59,8 +65,8 @@ def test_a_file_that_agrees_is_accepted_and_may_add_settings(tmp_path: Path) -> 
     }
     file.write_text(json.dumps(added))
     found = settings(f"engine.deepspeed_config={file}")
-    assert found["zero_optimization"]["sub_group_size"] == 1000  # type: ignore[index]
-    assert found["zero_optimization"]["reduce_bucket_size"] == 77  # type: ignore[index]
+    assert found["zero_optimization"]["sub_group_size"] == 1000
+    assert found["zero_optimization"]["reduce_bucket_size"] == 77
     assert found["flops_profiler"] == {"enabled": True}
     assert found["train_batch_size"] == 8
 
@@ -75,28 +81,231 @@ def test_every_conflict_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[
         "optimizer": {"type": "OneBitAdam", "params": {"lr": 7, "amsgrad": True}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 3}},
         "tensor_parallel": {"autotp_size": 2},
+        "gradient_cliping": 1.0,
     }
     file.write_text(json.dumps(wrong))
     run_dir = tmp_path / "run"
     options = [*SMALL, "engine.name=deepspeed", f"engine.deepspeed_config={file}"]
     assert main(["train", *options, "--run-dir", str(run_dir)]) == 2
     error = capsys.readouterr().err
-    assert "disagree on 10 values" in error
-    for text in (
-        "train_batch_size                            16, but the run file says 8",
-        "bf16.enabled",
-        "zero_optimization.stage",
-        "zero_optimization.offload_optimizer.device",
-        "DeepSpeed no longer has 1-bit optimizers",
-        "optimizer.params.lr",
-        "optimizer.params.amsgrad",
-        "scheduler.type",
-        "scheduler.params.warmup_num_steps",
-        "tensor_parallel",
-    ):
-        assert text in error
-    assert "gradient_clipping" not in error
+    assert "disagree on 11 settings" in error
+    found = dict(line.split(maxsplit=1) for line in error.splitlines()[1:])
+    assert found == {
+        "train_batch_size": "16, but train.global_batch is 8: set train.global_batch = 16",
+        "bf16.enabled": 'true, but train.precision is "fp32": set train.precision = "bf16"',
+        "zero_optimization.stage": "1, but layout.zero is 3: set layout.zero = 1",
+        "zero_optimization.offload_optimizer.device": '"cpu", but engine.offload_optimizer is '
+        '"none": set engine.offload_optimizer = "cpu"',
+        "optimizer.type": '"OneBitAdam": DeepSpeed no longer has 1-bit optimizers; the optimizer '
+        'is AdamW: set "AdamW"',
+        "optimizer.params.lr": "7, but train.lr is 0.0025: set train.lr = 7",
+        "optimizer.params.amsgrad": "true: AMSGrad is not supported: set false",
+        "scheduler.type": '"WarmupLR", but train.schedule is "cosine": set train.schedule = '
+        '"constant"',
+        "scheduler.params.warmup_num_steps": "3, but train.warmup_steps is 20: set "
+        "train.warmup_steps = 3",
+        "tensor_parallel": '{"autotp_size": 2}: remove it, and set engine.name = "native" and '
+        "layout.tensor",
+        "gradient_cliping": "1.0: unknown setting, which would have no effect; did you mean "
+        "gradient_clipping?",
+    }
     assert not run_dir.exists()
+
+
+ADAMW = {"lr": 1e-4, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+ON_CPU = {"device": "cpu", "pin_memory": True}
+COMMUNICATION = dict.fromkeys(
+    ("allgather_partitions", "reduce_scatter", "overlap_comm", "contiguous_gradients"), True
+)
+GUIDES = {
+    "ZeRO-2 in fp16": {
+        "train_batch_size": 64,
+        "gradient_accumulation_steps": 4,
+        "optimizer": {"type": "AdamW", "params": ADAMW},
+        "zero_optimization": {"stage": 2, **COMMUNICATION},
+        "fp16": {
+            "enabled": True,
+            "auto_cast": False,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "min_loss_scale": 1,
+        },
+        "gradient_clipping": 1.0,
+    },
+    "ZeRO-3, offloaded, with checkpointing": {
+        "train_batch_size": 64,
+        "gradient_accumulation_steps": 4,
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": ON_CPU,
+            "offload_param": ON_CPU,
+            **COMMUNICATION,
+        },
+        "activation_checkpointing": {
+            "partition_activations": True,
+            "cpu_checkpointing": True,
+            "contiguous_memory_optimization": False,
+            "synchronize_checkpoint_boundary": False,
+        },
+    },
+    "ZeRO-2, offloaded, with a schedule": {
+        "train_batch_size": 256,
+        "gradient_accumulation_steps": 4,
+        "fp16": {"enabled": True, "loss_scale": 0, "initial_scale_power": 16},
+        "zero_optimization": {"stage": 2, "offload_optimizer": ON_CPU, **COMMUNICATION},
+        "gradient_clipping": 1.0,
+        "optimizer": {
+            "type": "AdamW",
+            "params": {**ADAMW, "betas": [0.9, 0.999], "weight_decay": 0.01},
+        },
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {
+                "warmup_min_lr": 0,
+                "warmup_max_lr": 1e-4,
+                "warmup_num_steps": 1000,
+                "total_num_steps": 100000,
+            },
+        },
+    },
+    "ZeRO-3 for large models": {
+        "zero_optimization": {
+            "stage": 3,
+            "offload_param": ON_CPU,
+            "offload_optimizer": ON_CPU,
+            "sub_group_size": 1e9,
+            "stage3_prefetch_bucket_size": 5e7,
+            "stage3_param_persistence_threshold": 1e5,
+            "stage3_gather_16bit_weights_on_model_save": True,
+        }
+    },
+    "in bf16, left to the run file": {
+        "bf16": {"enabled": "auto"},
+        "fp16": {"enabled": "auto", "loss_scale_window": 1000},
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "none"}},
+    },
+}
+"""Configurations such as guides to distributed training give."""
+ON_GPU = ["train.device=cuda", "train.precision=bf16", "train.compile=false"]
+
+
+def follow(error: str, file: dict[str, Any]) -> list[str]:
+    """Change `file` as the message says, and return the overrides that it asks for."""
+    overrides = []
+    for line in error.splitlines()[1:]:
+        name, text = line.split(maxsplit=1)
+        *tables, key = name.split(".")
+        advice = text.rpartition(": ")[2]
+        if re.search(r" is .*: set [a-z]+\.", text):
+            for part in advice.removeprefix("set ").split(", "):
+                overrides.append(part.replace(" = ", "=").replace('"', ""))
+            continue
+        table = file
+        for each in tables:
+            table = table[each]
+        if advice.startswith("remove it"):
+            del table[key]
+        else:
+            assert advice.startswith("set "), advice
+            table[key] = json.loads(advice.removeprefix("set "))
+    return overrides
+
+
+@pytest.mark.parametrize("name", GUIDES)
+def test_the_configurations_of_guides_are_accepted_as_one_message_says(
+    tmp_path: Path, name: str
+) -> None:
+    path, file = tmp_path / "ds.json", deepcopy(GUIDES[name])
+    options = [*ON_GPU, f"engine.deepspeed_config={path}"]
+    path.write_text(json.dumps(file))
+    if name == "in bf16, left to the run file":
+        assert settings(*options)["torch_autocast"]["enabled"]
+        return
+    with pytest.raises(UserError) as caught:
+        settings(*options)
+    overrides = follow(str(caught.value), file)
+    path.write_text(json.dumps(file))
+    found = settings(*options, *overrides)
+    for key in ("train_batch_size", "gradient_accumulation_steps", "gradient_clipping"):
+        assert found[key] == file.get(key, found[key])
+    zero, asked = found["zero_optimization"], file["zero_optimization"]
+    assert {key: zero[key] for key in asked} == asked
+    if "optimizer" in file:
+        assert found["optimizer"] == file["optimizer"]
+    if "scheduler" in file:
+        given = file["scheduler"]["params"] | {"warmup_type": "linear"}
+        assert found["scheduler"] == {**file["scheduler"], "params": given}
+    is_fp16 = file.get("fp16", {}).get("enabled", False)
+    assert found["torch_autocast"]["dtype"] == ("float16" if is_fp16 else "bfloat16")
+    assert not found["fp16"]["enabled"]  # DeepSpeed's own would round the weights
+
+
+def test_two_fields_that_ask_for_different_values_of_a_key_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    file = {
+        "optimizer": {"params": {"lr": 1e-4}},
+        "scheduler": {"params": {"warmup_max_lr": 2e-4}},
+    }
+    path.write_text(json.dumps(file))
+    for lr in (1e-4, 2e-4, 3e-4):
+        with pytest.raises(UserError, match=r"0\.0002 needs train\.lr = 0\.0002, but optimizer"):
+            settings(f"engine.deepspeed_config={path}", f"train.lr={lr}")
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        {"train_batch_size": 7},
+        {"train_batch_size": "many"},
+        {
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": 2,
+            "gradient_accumulation_steps": 3,
+        },
+        {"zero_optimization": True},
+        {"zero_optimization": {"stage": "two", "reduce_bucket_size": "big"}},
+        {"scheduler": {"type": ["WarmupLR"]}},
+        {"fp16": {"enabled": True}},  # on a CPU
+        {"torch_autocast": {"enabled": True, "dtype": "int8"}},
+    ],
+)
+def test_values_that_no_run_can_have_are_refused(tmp_path: Path, file: dict[str, Any]) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(file))
+    with pytest.raises(UserError, match="disagree"):
+        settings(f"engine.deepspeed_config={path}", "engine.reduce_bucket_size=10")
+
+
+def test_every_field_that_deepspeed_has_is_known() -> None:
+    pytest.importorskip("deepspeed")
+    from deepspeed.comm.config import CommsLoggerConfig
+    from deepspeed.monitor.config import CSVConfig, TensorBoardConfig, WandbConfig
+    from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+    from deepspeed.runtime.zero.offload_config import (
+        DeepSpeedZeroOffloadOptimizerConfig,
+        DeepSpeedZeroOffloadParamConfig,
+    )
+
+    run = load_run(None, [*SMALL, "engine.name=deepspeed"], world=2)
+    known = deepspeed_fields(run, run.layout.resolve(2), 3, {})
+    for table, model in {
+        "zero_optimization": DeepSpeedZeroConfig,
+        "zero_optimization.offload_optimizer": DeepSpeedZeroOffloadOptimizerConfig,
+        "zero_optimization.offload_param": DeepSpeedZeroOffloadParamConfig,
+        "fp16": DeepSpeedFP16Config,
+        "bf16": DeepSpeedBF16Config,
+        "comms_logger": CommsLoggerConfig,
+        "csv_monitor": CSVConfig,
+        "tensorboard": TensorBoardConfig,
+        "wandb": WandbConfig,
+    }.items():
+        for name, field in model.model_fields.items():
+            full = f"{table}.{field.alias or name}"
+            assert full in known or any(key.startswith(f"{full}.") for key in known), full
 
 
 def test_unsupported_settings_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -111,12 +320,13 @@ def test_unsupported_settings_are_refused(capsys: pytest.CaptureFixture[str]) ->
     [
         {"data_types": {"grad_accum_dtype": "bf16"}},
         {"communication_data_type": "fp16"},
+        {"communication_data_type": "bf16"},
         {"prescale_gradients": True},
     ],
 )
 def test_a_file_may_not_change_what_is_computed(tmp_path: Path, added: dict[str, object]) -> None:
     (tmp_path / "ds.json").write_text(json.dumps(added))
-    with pytest.raises(UserError, match="is not set by the run file"):
+    with pytest.raises(UserError, match="disagree on 1 setting "):
         settings(f"engine.deepspeed_config={tmp_path / 'ds.json'}")
 
 
@@ -196,6 +406,116 @@ def test_accelerate_s_file_follows_from_the_run_file(
     assert shown["num_processes"] == 2
     assert shown.get("fsdp_config", {}).get("fsdp_reshard_after_forward", False) is False
     assert ("deepspeed_config" in shown) == (kind == "DEEPSPEED")
+
+
+def accelerate(world: int, *overrides: str) -> dict[str, Any]:
+    run = load_run(None, [*SMALL, "engine.name=accelerate", *overrides], world=world)
+    return accelerate_settings(run, run.layout.resolve(world))
+
+
+def accept(world: int, path: Path, file: dict[str, Any], *options: str) -> dict[str, Any]:
+    """Accelerate's settings once `file` and the overrides are changed as one message says."""
+    options = (*options, f"engine.accelerate_config={path}")
+    path.write_text(yaml.safe_dump(file))
+    with pytest.raises(UserError) as caught:
+        accelerate(world, *options)
+    overrides = follow(str(caught.value), file)
+    path.write_text(yaml.safe_dump(file))
+    return accelerate(world, *options, *overrides)
+
+
+def test_accelerate_s_own_file_is_accepted_as_one_message_says(tmp_path: Path) -> None:
+    guide = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU",
+        "num_machines": 1,
+        "num_processes": 8,
+        "mixed_precision": "bf16",
+        "gradient_accumulation_steps": 4,
+    }
+    options = ["train.device=cuda", "train.precision=fp32", "train.global_batch=32"]
+    found = accept(8, tmp_path / "a.yaml", guide, *options)
+    assert guide["gradient_accumulation_steps"] == 4
+    assert {key: found[key] for key in guide if key in found} == {
+        key: value for key, value in guide.items() if key in found
+    }
+    sharded = {
+        "distributed_type": "FSDP",
+        "mixed_precision": "bf16",
+        "downcast_bf16": "no",
+        "dynamo_config": {"dynamo_backend": "INDUCTOR"},
+        "fsdp_config": {
+            "fsdp_version": 1,
+            "fsdp_sharding_strategy": "SHARD_GRAD_OP",
+            "fsdp_activation_checkpointing": True,
+            "fsdp_cpu_ram_efficient_loading": True,
+            "fsdp_state_dict_type": "FULL_STATE_DICT",
+        },
+        "main_process_port": 29501,
+    }
+    options = ["train.device=cuda", "train.precision=fp32", "layout.zero=0"]
+    text = yaml.safe_dump(sharded)
+    (tmp_path / "b.yaml").write_text(text)
+    with pytest.raises(UserError) as caught:
+        accelerate(2, *options, f"engine.accelerate_config={tmp_path / 'b.yaml'}")
+    lines = dict(line.split(maxsplit=1) for line in str(caught.value).splitlines()[1:])
+    assert lines.keys() == {
+        "distributed_type",
+        "mixed_precision",
+        "dynamo_config.dynamo_backend",
+        "fsdp_config.fsdp_version",
+        "fsdp_config.fsdp_sharding_strategy",
+        "fsdp_config.fsdp_activation_checkpointing",
+        "fsdp_config.fsdp_cpu_ram_efficient_loading",
+        "fsdp_config.fsdp_state_dict_type",
+        "main_process_port",
+    }
+    assert 'set engine.mode = "fsdp2"' in lines["distributed_type"]
+
+
+def test_every_field_that_accelerate_has_is_known() -> None:
+    pytest.importorskip("accelerate")
+    from accelerate.commands.config.config_args import ClusterConfig
+
+    run = load_run(None, [*SMALL, "engine.name=accelerate", "layout.zero=0"], world=2)
+    ranks = run.layout.resolve(2)
+    known = accelerate_fields(run, ranks, "plain", is_launched=False)
+    for name in ClusterConfig.__dataclass_fields__:
+        assert name in known or any(key.startswith(f"{name}.") for key in known), name
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"ACCELERATE_MIXED_PRECISION": "bf16"}, 'mixed_precision  "bf16", but train.precision'),
+        ({"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, "gradient_accumulation_steps  4, but"),
+        ({"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "dynamo_config.dynamo_backend"),
+        ({"ACCELERATE_USE_FSDP": "true", "FSDP_OFFLOAD_PARAMS": "true"}, "fsdp_offload_params"),
+    ],
+)
+def test_what_accelerate_launch_passes_on_must_agree(
+    variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = load_run(
+        None,
+        [
+            *SMALL,
+            "engine.name=accelerate",
+            "layout.zero=0",
+            "train.precision=fp32",
+            "train.device=cpu",
+        ],
+        world=2,
+    )
+    for name in [*FSDP_ENVIRONMENT, "ACCELERATE_USE_FSDP"]:  # Accelerate itself sets some
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    accelerate_settings(run, run.layout.resolve(2))
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=re.escape(message)):
+        accelerate_settings(run, run.layout.resolve(2))
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

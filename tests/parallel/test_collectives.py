@@ -88,9 +88,7 @@ HYBRID = ["layout.replicate=2", "layout.shard=2", "train.global_batch=4"]
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
-        (2, ["layout.zero=3", "train.global_batch=2"]),
         (2, ["layout.zero=1", "train.global_batch=4"]),
-        (2, ["layout.sequence=2"]),
         (4, HYBRID),
     ],
 )

@@ -11,7 +11,7 @@ from longspan.config import Run
 from longspan.engines.native import NativeEngine
 from longspan.engines.optimizer import build_optimizer
 from longspan.engines.protocol import Engine, InferenceModel
-from longspan.engines.settings import accelerate_mode, deepspeed_settings
+from longspan.engines.settings import accelerate_mode, accelerate_settings, deepspeed_settings
 from longspan.models import new_decoder
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
@@ -34,10 +34,12 @@ def open_engine(
     if run.engine.name == "native":
         return NativeEngine(*common, run.layout)
     mode = accelerate_mode(run.engine.mode, mesh.ranks["shard"])
+    if run.engine.name == "accelerate":
+        accelerate_settings(run, mesh.ranks)  # refuses what contradicts the run file
     if run.engine.name == "accelerate" and mode != "deepspeed":
         from longspan.engines.accelerate import AccelerateEngine
 
-        return AccelerateEngine(*common, mode)
+        return AccelerateEngine(*common, run.layout, mode)
     from longspan.engines.accelerate import AccelerateDeepSpeedEngine
     from longspan.engines.deepspeed import DeepSpeedEngine
 

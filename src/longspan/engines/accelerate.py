@@ -13,19 +13,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+from torch.distributed.fsdp import (
+    FSDPModule,
+    MixedPrecisionPolicy,
+    register_fsdp_forward_method,
+)
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from longspan.config import Train
+from longspan.config import Layout, Train
+from longspan.engines.agreement import Settings
 from longspan.engines.deepspeed import DeepSpeedEngine
 from longspan.engines.native import NativeEngine
 from longspan.engines.protocol import MakeOptimizer
-from longspan.engines.settings import Settings
 from longspan.errors import UserError
 from longspan.models import Decoder
 from longspan.models.decoder import allocate, initialize
-from longspan.parallel.apply import apply_to_blocks
+from longspan.parallel.apply import apply_to_blocks, compress_gradients, reduce_dtype
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
 
@@ -48,6 +52,7 @@ class AccelerateEngine(NativeEngine):
         device: torch.device,
         make_optimizer: MakeOptimizer,
         forward_context: ForwardContext,
+        layout: Layout,
         mode: str,
     ) -> None:
         library = _import()
@@ -60,6 +65,9 @@ class AccelerateEngine(NativeEngine):
                 auto_wrap_policy="transformer_based_wrap",
                 transformer_cls_names_to_wrap=["Block"],
                 cpu_ram_efficient_loading=False,
+                mixed_precision_policy=MixedPrecisionPolicy(
+                    reduce_dtype=reduce_dtype(layout), cast_forward_inputs=False
+                ),
             )
         self._accelerator = _accelerator(library, device, fsdp_plugin=plugin)
         _check(self._accelerator, mode, mesh.world.size)
@@ -74,6 +82,8 @@ class AccelerateEngine(NativeEngine):
                 f"expected {wrapper.__name__} over {mesh.world.size} processes from Accelerate, "
                 f"got {type(self.module).__name__}: use another engine.mode"
             )
+        if isinstance(self.module, DistributedDataParallel):
+            compress_gradients(self.module, layout)
         if mode == "fsdp2":
             register_fsdp_forward_method(model, "next_logits")
         self.optimizer = optimizer.optimizer
@@ -109,12 +119,13 @@ def _import() -> Any:
 
 
 def _accelerator(library: Any, device: torch.device, **plugins: Any) -> Any:
-    # Autocast and gradient accumulation are ours, whatever Accelerate's configuration file says.
+    # Autocast, gradient accumulation and compilation are ours; its configuration agrees with them.
     # The only buffers are the signs of sketched layers, which every rank has.
     return library.Accelerator(
         cpu=device.type == "cpu",
         mixed_precision="no",
         gradient_accumulation_steps=1,
+        dynamo_backend="no",
         kwargs_handlers=[library.DistributedDataParallelKwargs(broadcast_buffers=False)],
         **plugins,
     )

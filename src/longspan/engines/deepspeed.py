@@ -26,10 +26,10 @@ from longspan.attention import KVCache
 from longspan.checkpoint import Region, TensorShard
 from longspan.config import Train
 from longspan.data import Sample, collate
+from longspan.engines.agreement import Settings
 from longspan.engines.deepspeed_internals import Fragment, ZeroPartitions, silence
 from longspan.engines.loss_scale import LossScale
 from longspan.engines.protocol import InferenceModel, MakeOptimizer, ReadTensor, StepCheck
-from longspan.engines.settings import Settings
 from longspan.errors import UserError
 from longspan.models import Decoder, parameter_shapes
 from longspan.models.decoder import allocate, initial_weight, initialize

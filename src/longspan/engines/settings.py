@@ -1,51 +1,27 @@
 """DeepSpeed's and Accelerate's configurations, derived from the run file.
 
-A user's own DeepSpeed file may add settings; values that contradict the run file are refused.
+A user's own files are checked field by field; what contradicts the run file is refused.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from longspan.config import Layout, Run
 from longspan.costs import count_parameters
-from longspan.errors import UserError
-
-Settings = dict[str, Any]
-
-AUTO = "auto"
-"""Hugging Face's value for a setting that is filled in from elsewhere: here the run file."""
-
-AUTOCAST = {"bf16": "bfloat16", "fp16": "float16"}
-
-ONE_BIT = ("onebitadam", "onebitlamb", "zerooneadam")
-CLOSED = ("optimizer.params.", "scheduler.params.")
-"""Tables in which every key must come from the run file."""
-
-CHANGES_STEP = (
-    "amp",
-    "communication_data_type",
-    "compression_training",
-    "curriculum_learning",
-    "data_efficiency",
-    "data_parallel_size",
-    "data_types",
-    "gradient_predivide_factor",
-    "prescale_gradients",
-    "progressive_layer_drop",
-    "sequence_parallel_size",
-    "sparse_gradients",
-    "tensor_parallel",
-    "zero_optimization.zero_quantized_gradients",
-    "zero_optimization.zero_quantized_nontrainable_weights",
-    "zero_optimization.zero_quantized_weights",
-    "zero_optimization.zenflow",
+from longspan.engines.accelerate_fields import check_accelerate
+from longspan.engines.agreement import AUTO, Settings, check_agreement
+from longspan.engines.deepspeed_fields import (
+    AUTOCAST,
+    NOT_UNDER_AUTOCAST,
+    deepspeed_fields,
+    scheduler_type,
 )
-"""Settings that would change what a step computes."""
+from longspan.errors import UserError
 
 
 def zero_stage(layout: Layout, ranks: Mapping[str, int]) -> int:
@@ -57,18 +33,18 @@ def deepspeed_settings(run: Run, ranks: Mapping[str, int]) -> Settings:
     """The complete configuration of a run whose precision is resolved, on `ranks` per axis.
 
     Settings of `engine.deepspeed_config` that the run file does not decide are added; UserError
-    lists every value that contradicts it.
+    lists every field that contradicts it.
     """
-    fixed, path = _from_run(run, ranks), run.engine.deepspeed_config
-    users = _read(Path(path)) if path else {}
-    if conflicts := list(_conflicts(users, fixed)):
-        width = max(len(name) for name, _ in conflicts)
-        lines = [f"  {name:<{width}}  {text}" for name, text in conflicts]
-        count = "1 value" if len(conflicts) == 1 else f"{len(conflicts)} values"
+    stage, path = zero_stage(run.layout, ranks), run.engine.deepspeed_config
+    file = _read("deepspeed_config", path) if path else {}
+    check_agreement(path, file, deepspeed_fields(run, ranks, stage, file), run)
+    is_compressed = run.layout.gradient_compression == "bf16"
+    if is_compressed and stage > 0 and run.train.precision in AUTOCAST:
         raise UserError(
-            "\n".join([f"{path} and the run file disagree on {count}: change one of them", *lines])
+            f'layout.gradient_compression = "bf16" has no effect here: {NOT_UNDER_AUTOCAST}; set '
+            '"none", train.precision = "fp32" or engine.name = "native"'
         )
-    return _merged(_merged(_defaults(run), users), fixed)
+    return _merged(_merged(_defaults(run), file), _from_run(run, ranks))
 
 
 def _from_run(run: Run, ranks: Mapping[str, int]) -> Settings:
@@ -100,6 +76,7 @@ def _from_run(run: Run, ranks: Mapping[str, int]) -> Settings:
                 "weight_decay": train.weight_decay,
             },
         },
+        "communication_data_type": "bf16" if run.layout.gradient_compression == "bf16" else "fp32",
         "bf16": {"enabled": False},
         "fp16": {"enabled": False},
         # Autocast with float32 weights, as in the native engine.
@@ -112,18 +89,17 @@ def _from_run(run: Run, ranks: Mapping[str, int]) -> Settings:
 
 def _scheduler(run: Run) -> Settings:
     """DeepSpeed's nearest scheduler, for the record: the training loop sets the learning rate."""
-    train = run.train
-    names = {"constant": "WarmupLR", "linear": "WarmupDecayLR", "cosine": "WarmupCosineLR"}
-    if train.schedule not in names:
+    train, name = run.train, scheduler_type(run)
+    if name is None:
         return {}
-    params: Settings = {"warmup_num_steps": train.warmup_steps}
+    params: Settings = {"warmup_num_steps": train.warmup_steps, "warmup_type": "linear"}
     if train.schedule != "constant":
         params["total_num_steps"] = train.steps
     if train.schedule == "cosine":
         params["cos_min_ratio"] = train.min_lr_ratio
     else:
         params["warmup_max_lr"] = train.peak_lr
-    return {"scheduler": {"type": names[train.schedule], "params": params}}
+    return {"scheduler": {"type": name, "params": params}}
 
 
 def _offload(where: str, nvme_path: str) -> Settings:
@@ -149,34 +125,18 @@ def _defaults(run: Run) -> Settings:
     }
 
 
-def _read(path: Path) -> Settings:
+def _read(key: str, path: str) -> Settings:
+    """The table in a JSON or YAML file that `engine.key` names."""
+    import yaml
+
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"cannot read engine.deepspeed_config = {path}: {error}") from error
+        text = Path(path).read_text(encoding="utf-8")
+        found = json.loads(text) if key == "deepspeed_config" else yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"cannot read engine.{key} = {path}: {error}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path} must hold a table, got a {type(found).__name__}")
     return found
-
-
-def _conflicts(
-    users: Mapping[str, Any], fixed: Settings, prefix: str = ""
-) -> Iterator[tuple[str, str]]:
-    """The dotted path of each value that contradicts the run file, and why."""
-    for key, value in users.items():
-        name = f"{prefix}{key}"
-        if value == AUTO:
-            continue
-        if name == "optimizer.type" and str(value).lower() in ONE_BIT:
-            yield name, f"{value!r}: DeepSpeed no longer has 1-bit optimizers; the run uses AdamW"
-        elif name in CHANGES_STEP or (key not in fixed and prefix in ("optimizer.", *CLOSED)):
-            yield name, f"{value!r} is not set by the run file"
-        elif isinstance(value, Mapping) and isinstance(fixed.get(key), dict):
-            yield from _conflicts(value, fixed[key], f"{name}.")
-        elif key in fixed and value != fixed[key]:
-            yield name, f"{value!r}, but the run file says {fixed[key]!r}"
-        elif name == "scheduler":
-            yield name, "DeepSpeed has no scheduler like the run's"
 
 
 def _merged(base: Settings, overrides: Mapping[str, Any]) -> Settings:
@@ -198,8 +158,14 @@ def accelerate_mode(mode: str, shard_ranks: int) -> str:
 
 
 def accelerate_settings(run: Run, ranks: Mapping[str, int]) -> Settings:
-    """Accelerate's configuration for `accelerate launch`, of a run whose device is resolved."""
+    """Accelerate's configuration for `accelerate launch`, of a run whose device is resolved.
+
+    UserError lists every field of `engine.accelerate_config`, and of the configuration that
+    `accelerate launch` has passed on, that contradicts the run file.
+    """
     mode, world = accelerate_mode(run.engine.mode, ranks["shard"]), math.prod(ranks.values())
+    path = run.engine.accelerate_config
+    check_accelerate(run, ranks, mode, _read("accelerate_config", path) if path else {})
     on_gpu = run.train.device == "cuda"
     plain = "NO" if world == 1 else "MULTI_GPU" if on_gpu else "MULTI_CPU"
     settings: Settings = {
@@ -207,7 +173,7 @@ def accelerate_settings(run: Run, ranks: Mapping[str, int]) -> Settings:
         "distributed_type": {"fsdp2": "FSDP", "deepspeed": "DEEPSPEED"}.get(mode, plain),
         "machine_rank": 0,
         "main_training_function": "main",
-        "mixed_precision": "no",  # the run's own autocast
+        "mixed_precision": "no" if run.train.precision == "fp32" else run.train.precision,
         "num_machines": 1,
         "num_processes": world,
         "use_cpu": not on_gpu,
