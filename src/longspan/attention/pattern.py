@@ -52,10 +52,19 @@ class Pattern(ABC):
         return rows[(rows < start) | (rows >= stop)]
 
     @abstractmethod
-    def may_see(self, keys: Tensor, position: int, head: int) -> Tensor:
-        """Whether a causal query at `position` or later may see each earlier key: bool (keys,).
+    def retained(self, position: int) -> tuple[int, int]:
+        """`sink` and `start`: causal queries at `position` or later see only keys before `sink`
+        and keys from `start` on.
 
-        A KV cache may drop the other keys.
+        A KV cache may drop the keys between them.
+        """  # fmt: skip
+
+    @abstractmethod
+    def visible_keys(self, position: int, heads: int) -> list[tuple[range, range | Tensor]]:
+        """What the causal query at `position` sees, branch by branch: (heads, key positions).
+
+        Every one of those heads, out of `heads`, sees those keys: a range or int64 (keys,). A key
+        that two branches contain counts twice; a head in no branch sees nothing.
         """
 
     def flops(self, tokens: int, heads: int, head_dim: int, *, is_causal: bool) -> int:
@@ -87,8 +96,11 @@ class Dense(Pattern):
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
         return torch.arange(stop if is_causal else tokens)
 
-    def may_see(self, keys: Tensor, position: int, head: int) -> Tensor:
-        return torch.ones(len(keys), dtype=torch.bool)
+    def retained(self, position: int) -> tuple[int, int]:
+        return 0, 0
+
+    def visible_keys(self, position: int, heads: int) -> list[tuple[range, range | Tensor]]:
+        return [(range(heads), range(position + 1))]
 
 
 @dataclass(frozen=True)
@@ -165,14 +177,17 @@ class BlockSparse(Pattern):
         rows = (blocks[:, None] * b + torch.arange(b)).flatten()
         return rows[rows < (stop if is_causal else tokens)]
 
-    def may_see(self, keys: Tensor, position: int, head: int) -> Tensor:
-        if self.stride or self.density > 0:
-            return torch.ones(len(keys), dtype=torch.bool)  # a later query may see any block
-        here, block = position // self.block_size, keys // self.block_size
-        near = here - block < max(1, self.local_window // self.block_size)
-        if here < self.global_tokens // self.block_size:
-            return torch.ones(len(keys), dtype=torch.bool)
-        return near | (block < self.global_tokens // self.block_size)
+    def retained(self, position: int) -> tuple[int, int]:
+        b, here = self.block_size, position // self.block_size
+        global_blocks = self.global_tokens // b
+        if self.stride or self.density > 0 or here < global_blocks:
+            return 0, 0  # a later query may see any block
+        oldest = here - max(1, self.local_window // b) + 1
+        return self.global_tokens, max(global_blocks, oldest) * b
+
+    def visible_keys(self, position: int, heads: int) -> list[tuple[range, range | Tensor]]:
+        keys = self.key_rows(position, position + 1, position + 1, 0, is_causal=True)
+        return [(range(heads), keys)]
 
 
 @dataclass(frozen=True)
@@ -259,14 +274,21 @@ class Dilated(Pattern):
             outside.append(range(_at_or_after(stop, rows.start, rows.step), rows.stop, rows.step))
         return _union(outside)
 
-    def may_see(self, keys: Tensor, position: int, head: int) -> Tensor:
-        needed = torch.zeros(len(keys), dtype=torch.bool)
-        head += self.first_head
+    def retained(self, position: int) -> tuple[int, int]:
+        return 0, min(position // w * w for w in self.segment_lengths)
+
+    def visible_keys(self, position: int, heads: int) -> list[tuple[range, range | Tensor]]:
+        found: list[tuple[range, range | Tensor]] = []
         for w, r in self.branches:
-            segment = position // w
-            if _at_or_after(position, head, r) // w == segment:  # this head has a later query here
-                needed |= (keys // w == segment) & (keys % r == head % r)
-        return needed
+            seeing = range((position - self.first_head) % r, heads, r)
+            keys = range(position // w * w + position % r, position + 1, r)
+            if self.blocks is None or not seeing:
+                found.append((seeing, keys))
+            else:
+                last = len(keys) - 1
+                rows = self.blocks.key_rows(last, last + 1, last + 1, 0, is_causal=True)
+                found.append((seeing, keys.start + r * rows))
+        return [(seeing, keys) for seeing, keys in found if seeing]
 
 
 def _union(ranges: Iterable[range]) -> Tensor:
