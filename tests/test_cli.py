@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from threading import Thread
 
@@ -17,6 +18,7 @@ import pytest
 
 from longspan.cli import main
 from longspan.data.build import build
+from longspan.models.generation import Piece
 from tests.terminal import Terminal
 
 SMALL = [
@@ -165,7 +167,12 @@ def test_train_resume_generate_and_a_second_run(
 
     options = ["--prompt", "some ", "--tokens", "5", "--json"]
     assert main(["generate", run_dir, *options]) == 0
-    assert json.loads(capsys.readouterr().out)["text"].startswith("some ")
+    text = json.loads(capsys.readouterr().out)["text"]
+    assert text.startswith("some ")
+    assert main(["generate", run_dir, *options[:-1]]) == 0
+    output = capsys.readouterr()
+    assert output.out == text + "\n"
+    assert re.fullmatch(r"5 tokens: the first after [\d.]+ s, then [\d.,]+ tok/s\n", output.err)
     shutil.rmtree(shards)  # generation does not need the data
     assert main(["generate", run_dir, *options, "--temperature", "1e-39"]) == 0
     for wrong in (
@@ -178,6 +185,23 @@ def test_train_resume_generate_and_a_second_run(
         assert main(["generate", run_dir, *wrong]) == 2
     assert main(["generate", str(tmp_path / "nowhere"), "--prompt", "a"]) == 2
     assert "is not a run folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_an_interrupted_generation_ends_with_what_was_generated(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> Iterator[Piece]:
+        yield Piece("a pro", 0)
+        yield Piece("mpt", 1)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("longspan.generate.complete_from_run", interrupted)
+    options = ["--json"] if as_json else []
+    assert main(["generate", "somewhere", "--prompt", "a pro", *options]) == 1
+    output = capsys.readouterr()
+    assert output.out == ('{"text": "a prompt"}\n' if as_json else "a prompt\n")
+    assert "interrupted" in output.err
 
 
 def test_resume_starts_a_run_in_an_empty_folder(

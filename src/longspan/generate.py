@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 
 from longspan.data.tokenizer import load_tokenizer
 from longspan.device import autocast
 from longspan.errors import UserError
-from longspan.models.generation import complete
+from longspan.models.generation import Piece, complete
 from longspan.trained import load_trained
 
 
 def complete_from_run(
     run_dir: Path, prompt: str, *, count: int, temperature: float, top_p: float, seed: int
-) -> str:
+) -> Iterator[Piece]:
     """Run `complete` with the newest checkpoint of a run folder."""
     if count < 0 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise UserError(
@@ -30,7 +31,7 @@ def complete_from_run(
         )
     tokenizer = load_tokenizer(run_dir)
     with autocast(run.train):
-        return complete(
+        yield from complete(
             model, tokenizer, prompt, device=model.embedding.weight.device, count=count,
             context=run.data.context, temperature=temperature, top_p=top_p, seed=seed,
         )  # fmt: skip

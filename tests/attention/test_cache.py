@@ -123,6 +123,6 @@ def test_wrong_uses_are_errors() -> None:
         cache.attend(q[:1], k[:1], v[:1])
     with pytest.raises(ValueError, match=r"dtype was torch.float32 and is torch.bfloat16"):
         cache.attend(q.bfloat16(), k.bfloat16(), v.bfloat16())
-    with pytest.raises(ValueError, match="heads was 4 and is 2$"):
+    with pytest.raises(ValueError, match=r"heads was 4 and is 2$"):
         cache.attend(q[:, :, :2], k, v)
     assert cache.length == 3

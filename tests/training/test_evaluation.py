@@ -11,7 +11,8 @@ from longspan.config import Run
 from longspan.data import collate
 from longspan.data.build import build
 from longspan.runfile import load_run
-from longspan.training.evaluation import Evaluation
+from longspan.tracking import Reporter
+from longspan.training.evaluation import Evaluation, sample_text
 from longspan.training.signals import StopRequests
 from tests.harness import Ranks
 from tests.steps import CPU, open_state
@@ -92,3 +93,18 @@ def test_ranks_share_the_samples_and_find_the_loss_of_one_process(
         assert six == (pytest.approx(expected[0], rel=1e-6), passes[0])
         assert five == (pytest.approx(expected[1], rel=1e-6), passes[1])
         assert none == (None, 0)
+
+
+def test_a_stop_request_cuts_the_sample_short(shards: Path) -> None:
+    with open_state(run_of(1, str(shards)), 0, 1) as (state, source):
+        texts = []
+        for stop_after in (3, 10):
+            asked = iter(range(100))
+            text = sample_text(
+                state.engine.inference_model, source, "the ", 0, CPU,
+                Reporter(steps=1, done=1, silent=True),
+                should_stop=lambda asked=asked, last=stop_after: next(asked) == last,
+            )  # fmt: skip
+            assert text is not None
+            texts.append(text.encode(errors="ignore"))
+    assert len(texts[0]) < len(texts[1]) < 50

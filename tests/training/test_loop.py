@@ -139,7 +139,10 @@ def test_goodput_of_a_finished_run_that_is_resumed_with_more_steps_a_day_later(
 
 
 def test_it_learns_and_reports(
-    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shards: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("SOME_API_KEY", "hidden-in-a-variable")
     run = small_run(
@@ -155,6 +158,7 @@ def test_it_learns_and_reports(
     assert evaluations[-1]["bigram"] == result.baseline_loss
     assert result.sample is not None
     assert result.sample.startswith("the ")
+    assert "generating a sample of 100 tokens" in capsys.readouterr().err
     assert load_run(tmp_path / "run" / "run.toml").train.precision == "fp32"
     environment = json.loads((tmp_path / "run" / "env.json").read_text())
     assert environment["packages"]["torch"] == torch.__version__

@@ -165,13 +165,13 @@ def _attend_one(q: Tensor, branches: list[tuple[range, Tensor, Tensor]], scale: 
     with torch.autocast(q.device.type, enabled=False):  # it would run the products in 16 bits
         q_BHD = q[:, 0].to(dtype) * scale
         scores = q_BHD.new_full((batch, heads, sum(counts)), -torch.inf)
-        parts = scores.split(counts, dim=2)
+        parts = torch.split(scores, counts, dim=2)
         for (seeing, keys, _), part in zip(branches, parts, strict=True):
             q_BGHD = q_BHD[:, _slice(seeing)].reshape(batch, keys.shape[1], -1, head_dim)
             found = q_BGHD @ keys.to(dtype).mT
             part[:, _slice(seeing)] = found.reshape(batch, len(seeing), -1)
         # NaN for a head that sees nothing, which no branch reads: its output stays zero.
-        weights = scores.softmax(-1).split(counts, dim=2)
+        weights = torch.split(scores.softmax(-1), counts, dim=2)
         for (seeing, _, values), part in zip(branches, weights, strict=True):
             w_BGHR = part[:, _slice(seeing)].reshape(batch, values.shape[1], -1, part.shape[2])
             found = w_BGHR @ values.to(dtype)

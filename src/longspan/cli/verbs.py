@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -171,10 +172,10 @@ def drill(args: argparse.Namespace) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    with loading():
-        from longspan.generate import complete_from_run
+    from longspan.generate import complete_from_run
 
-    text = complete_from_run(
+    text, tokens, times = "", 0, list[float]()  # times: the prompt, then every token
+    pieces = complete_from_run(
         args.run_dir,
         args.prompt,
         count=args.tokens,
@@ -182,7 +183,19 @@ def generate(args: argparse.Namespace) -> None:
         top_p=args.top_p,
         seed=args.seed,
     )
-    print(json.dumps({"text": text}) if args.json else text)
+    try:
+        for piece in pieces:
+            times.append(time.perf_counter())
+            text, tokens = text + piece.text, piece.tokens
+            if not args.json:
+                print(piece.text, end="", flush=True)
+    finally:  # also after Ctrl-C: what was generated is the result
+        if times:
+            print(json.dumps({"text": text}) if args.json else "", flush=True)
+        if tokens > 1:
+            prompt_s, rest_s = times[1] - times[0], times[tokens] - times[1]
+            rate = f"then {(tokens - 1) / rest_s:,.1f} tok/s"
+            print(f"{tokens} tokens: the first after {prompt_s:.2f} s, {rate}", file=sys.stderr)
 
 
 def sketch(args: argparse.Namespace) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -23,6 +25,16 @@ class Predictor(Protocol):
     def next_logits(self, tokens: Tensor, caches: list[KVCache]) -> Tensor: ...
 
 
+@dataclass(frozen=True)
+class Piece:
+    """A piece of generated text."""
+
+    text: str
+    """Whole characters; empty while a token's last character is incomplete."""
+    tokens: int
+    """Tokens generated so far."""
+
+
 @torch.no_grad()
 def complete(
     model: Predictor,
@@ -35,26 +47,61 @@ def complete(
     temperature: float = 0.8,
     top_p: float = 0.95,
     seed: int = 0,
-) -> str:
-    """The prompt and up to `count` generated tokens; stops early at the end-of-sequence token.
+) -> Iterator[Piece]:
+    """Yield the prompt, then the text of up to `count` generated tokens as each is sampled.
 
-    Beyond `context` tokens, the KV cache is rebuilt from the last half of the context.
+    Stops early at the end-of-sequence token. Beyond `context` tokens, the KV cache is rebuilt from
+    the last half of the context.
     """
     tokens = encode_prompt(tokenizer, prompt)
+    decoder = StreamDecoder(tokenizer)
+    yield Piece(decoder.decode(tokens), 0)
     rng = torch.Generator().manual_seed(seed)
-    caches, pending = model.new_caches(), tokens[-context:]
-    with torch.compiler.set_stance("force_eager"):  # blocks may be compiled for the training shapes
-        for _ in range(count):
-            if caches[0].length + len(pending) > context:
-                caches, pending = model.new_caches(), tokens[-max(1, context // 2) :]
+    caches, pending, generated = model.new_caches(), tokens[-context:], 0
+    while generated < count:
+        if caches[0].length + len(pending) > context:
+            caches, pending = model.new_caches(), tokens[-max(1, context // 2) :]
+        with torch.compiler.set_stance("force_eager"):  # blocks may be compiled for training shapes
             logits = model.next_logits(torch.tensor([pending], device=device), caches)
-            logits = logits[0].float().cpu()[: tokenizer.vocab]
-            token = sample_token(logits, temperature, top_p, rng)
-            if token == tokenizer.eos:
-                break
-            tokens.append(token)
-            pending = [token]
-    return tokenizer.decode(tokens)
+        logits = logits[0].float().cpu()[: tokenizer.vocab]
+        token = sample_token(logits, temperature, top_p, rng)
+        if token == tokenizer.eos:
+            break
+        tokens.append(token)
+        pending, generated = [token], generated + 1
+        yield Piece(decoder.decode(pending), generated)
+    if rest := decoder.flush():
+        yield Piece(rest, generated)
+
+
+class StreamDecoder:
+    """Decodes tokens as they come: the joined texts equal the decoded sequence.
+
+    A token may end within a character, and its text may depend on the token before it (a space
+    between words). So each text is what the newest tokens add to the tokens of the text before.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._before: list[int] = []
+        self._pending: list[int] = []
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text that `tokens` add; empty while its last character is incomplete."""
+        self._pending = self._pending + tokens
+        text = self._new_text()
+        if not text or text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._before, self._pending = self._pending, []
+        return text
+
+    def flush(self) -> str:
+        """The text that is held back at the end, with replacement characters."""
+        return self._new_text()
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._before)
+        return self._tokenizer.decode(self._before + self._pending)[len(before) :]
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:

@@ -23,7 +23,8 @@ from longspan.parallel.sequence import local_tokens
 from longspan.tracking import MetricsFile, Reporter
 from longspan.training.signals import StopRequests
 
-SAMPLE_TOKENS = 300
+SAMPLE_TOKENS = 100
+"""Fixed, so that a run gives the same sample on any machine, and few, so that it takes seconds."""
 
 
 class Evaluation:
@@ -113,12 +114,23 @@ def loss_sum(
 
 
 def sample_text(
-    model: InferenceModel, source: Source, prompt: str, seed: int, device: torch.device
+    model: InferenceModel,
+    source: Source,
+    prompt: str,
+    seed: int,
+    device: torch.device,
+    reporter: Reporter,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
 ) -> str | None:
-    """A continuation of `prompt`; None if it is empty or the data is not text."""
+    """A continuation of `prompt`, cut short once `should_stop` says so; announced, since it may
+    take seconds. None if the prompt is empty or the data is not text.
+    """  # fmt: skip
     if source.tokenizer is None or not prompt:
         return None
-    return complete(
+    reporter.print(f"generating a sample of {SAMPLE_TOKENS} tokens")
+    text = ""
+    for piece in complete(
         model,
         source.tokenizer,
         prompt,
@@ -126,4 +138,8 @@ def sample_text(
         count=SAMPLE_TOKENS,
         context=source.context,
         seed=seed,
-    )
+    ):
+        text += piece.text
+        if should_stop():
+            break
+    return text

@@ -206,7 +206,15 @@ def _train(
             reporter.print("no sample: one token cannot be split over ranks; use longspan generate")
         prompt = "" if splits_tokens else run.track.prompt
         with precision():
-            sample = sample_text(engine.inference_model, source, prompt, settings.seed, device)
+            sample = sample_text(
+                engine.inference_model,
+                source,
+                prompt,
+                settings.seed,
+                device,
+                reporter,
+                should_stop=lambda: any(all_reduce_any(mesh, requests.stop)),
+            )
     baseline = evaluation.baseline
     return Result(
         run_dir=str(run_dir),
