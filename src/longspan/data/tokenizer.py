@@ -15,6 +15,8 @@ class Tokenizer(Protocol):
     vocab: int
     eos: int | None
     """The id of the end-of-document token, if the tokenizer has one."""
+    eos_token: str | None
+    """The text of that token."""
 
     def encode(self, text: str) -> list[int]: ...
     def decode(self, tokens: list[int]) -> str: ...
@@ -26,6 +28,7 @@ class ByteTokenizer:
     name = "bytes"
     vocab = 256
     eos: int | None = 0
+    eos_token: str | None = "\0"
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -57,8 +60,11 @@ class JsonTokenizer:
         self._inner.no_padding()
         self.name = path.name
         self.vocab = max(self._inner.get_vocab().values(), default=0) + 1  # ids may have gaps
-        ids = (self._inner.token_to_id(name) for name in self._EOS_NAMES)
-        self.eos: int | None = next((token for token in ids if token is not None), None)
+        names = (name for name in self._EOS_NAMES if self._inner.token_to_id(name) is not None)
+        self.eos_token: str | None = next(names, None)
+        self.eos: int | None = None
+        if self.eos_token is not None:
+            self.eos = self._inner.token_to_id(self.eos_token)
 
     def encode(self, text: str) -> list[int]:
         try:

@@ -1,4 +1,4 @@
-"""Export to and import from the Hugging Face Llama format (safetensors and config.json).
+"""Export to and import from the Hugging Face Llama format: weights, configuration and tokenizer.
 
 The decoder with dense attention is a Llama: RMSNorm, RoPE on half-splits, SwiGLU and grouped-query
 attention. With another attention pattern the weights have the same shapes. `config.json` records
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,8 @@ from longspan.checkpoint import (
     open_checkpoint,
 )
 from longspan.config import Run
-from longspan.data.tokenizer import TOKENIZER
 from longspan.errors import UserError
+from longspan.export.tokenizer import special_ids, tokenizer_of, write_tokenizer
 from longspan.files import atomic_folder, read_json_object
 from longspan.hf_config import read_llama_config
 from longspan.models import new_decoder, parameter_shapes
@@ -71,10 +70,10 @@ def hf_name(name: str) -> str:
     return f"{prefix}{HF_MODULES[module]}.weight"
 
 
-def hf_config(run: Run) -> dict[str, Any]:
-    """The config.json of a LlamaForCausalLM."""
+def hf_config(run: Run, ids: dict[str, int | None]) -> dict[str, Any]:
+    """The config.json of a LlamaForCausalLM; `ids` are those of special tokens."""
     model = run.model
-    config = {
+    config: dict[str, Any] = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": model.vocab,
@@ -92,6 +91,7 @@ def hf_config(run: Run) -> dict[str, Any]:
         "mlp_bias": False,
         "tie_word_embeddings": model.tie_embeddings,
         "torch_dtype": "float32",
+        **ids,
     }
     if run.attention.kind != "dense":
         config["longspan"] = {"attention": run.attention.model_dump(mode="json")}
@@ -111,17 +111,27 @@ def export(run_dir: Path, out: Path, *, step: int | None = None) -> str:
         raise UserError(f"{out} already exists: choose another folder")
     saved = open_checkpoint(path)
     saved.check(saved.files_of("model"))
+    tokenizer = tokenizer_of(run_dir, run)
+    ids = special_ids(tokenizer)
     with atomic_folder(out) as draft:
         _write_shards(draft, _dense_tensors(run, saved))
-        (draft / "config.json").write_text(json.dumps(hf_config(run), indent=1) + "\n")
-        if (run_dir / TOKENIZER).exists():
-            shutil.copy(run_dir / TOKENIZER, draft / TOKENIZER)
+        files = {"config.json": hf_config(run, ids), "generation_config.json": ids}
+        for name, content in files.items():
+            (draft / name).write_text(json.dumps(content, indent=1) + "\n")
+        if tokenizer:
+            write_tokenizer(draft, tokenizer, run.data.context)
     kind = run.attention.kind
     warning = ""
     if kind != "dense":
         warning = f"; the run has {kind} attention, but transformers will compute dense attention"
     if run.model.linear != "dense":
         warning += f"; {run.model.linear} layers were exported as the equivalent dense layers"
+    if tokenizer is None:
+        warning += "; there is no tokenizer, as the run's data has none"
+    elif tokenizer.eos is None:
+        warning += (
+            "; the tokenizer has no end-of-document token, so generation does not stop at one"
+        )
     return f"exported step {saved.step} of {run_dir} to {out}{warning}"
 
 
