@@ -11,9 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch.distributed.fsdp import CPUOffloadPolicy
 
 from longspan.cli import main
+from longspan.config import Layout
+from longspan.engines.accelerate import fsdp_plugin
 from longspan.engines.accelerate_fields import FSDP_ENVIRONMENT, accelerate_fields
 from longspan.engines.deepspeed_fields import deepspeed_fields
 from longspan.engines.settings import accelerate_settings, deepspeed_settings
@@ -182,6 +186,7 @@ GUIDES = {
         }
     },
     "in bf16, left to the run file": {
+        "elasticity": {"enabled": False},  # removed from DeepSpeed, which fails on it
         "bf16": {"enabled": "auto"},
         "fp16": {"enabled": "auto", "loss_scale_window": 1000},
         "train_micro_batch_size_per_gpu": "auto",
@@ -223,6 +228,7 @@ def test_the_configurations_of_guides_are_accepted_as_one_message_says(
     path.write_text(json.dumps(file))
     if name == "in bf16, left to the run file":
         assert settings(*options)["torch_autocast"]["enabled"]
+        assert "elasticity" not in settings(*options)
         return
     with pytest.raises(UserError) as caught:
         settings(*options)
@@ -237,10 +243,22 @@ def test_the_configurations_of_guides_are_accepted_as_one_message_says(
         assert found["optimizer"] == file["optimizer"]
     if "scheduler" in file:
         given = file["scheduler"]["params"] | {"warmup_type": "linear"}
+        del given["warmup_min_lr"]  # 0, as always
         assert found["scheduler"] == {**file["scheduler"], "params": given}
     is_fp16 = file.get("fp16", {}).get("enabled", False)
     assert found["torch_autocast"]["dtype"] == ("float16" if is_fp16 else "bfloat16")
     assert not found["fp16"]["enabled"]  # DeepSpeed's own would round the weights
+
+
+def test_the_message_in_the_docs_is_the_printed_one(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "engines.md").read_text()
+    (shown,) = re.findall(r"```text\n(.*?)\n```", page, re.DOTALL)
+    path = tmp_path / "ds.json"
+    file = {"train_batch_size": 64, "fp16": {"enabled": True, "loss_scale_window": 1000}}
+    path.write_text(json.dumps(file))
+    with pytest.raises(UserError) as caught:
+        settings(*ON_GPU, f"engine.deepspeed_config={path}")
+    assert str(caught.value).replace(str(path), "ds.json") == shown
 
 
 def test_two_fields_that_ask_for_different_values_of_a_key_are_refused(tmp_path: Path) -> None:
@@ -471,6 +489,20 @@ def test_accelerate_s_own_file_is_accepted_as_one_message_says(tmp_path: Path) -
         "main_process_port",
     }
     assert 'set engine.mode = "fsdp2"' in lines["distributed_type"]
+
+
+def test_fsdp2_of_accelerate_follows_the_layout_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = pytest.importorskip("accelerate")
+    for name in ("OFFLOAD_PARAMS", "ACTIVATION_CHECKPOINTING", "ACTIVATION_CHECKPOINTING_OFFLOAD"):
+        monkeypatch.setenv(f"FSDP_{name}", "true")
+    monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")  # which the plugin sets itself
+    plugin = fsdp_plugin(library, Layout(zero=2, gradient_compression="bf16"))
+    assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
+    assert plugin.activation_checkpointing is plugin.reshard_after_forward is False
+    assert not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
+    exact = fsdp_plugin(library, Layout())
+    assert exact.mixed_precision_policy.reduce_dtype is torch.float32
+    assert exact.reshard_after_forward
 
 
 def test_every_field_that_accelerate_has_is_known() -> None:

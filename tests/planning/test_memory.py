@@ -108,3 +108,14 @@ def test_zero_1_accumulates_unsharded_gradients() -> None:
         for n in (4, 2)
     )
     assert several.gradients == pytest.approx(2 * one.gradients, rel=0.01)
+
+
+def test_gradients_reduced_in_bf16_take_half_the_buffer() -> None:
+    sizes = ["model.hidden=256", "model.layers=2", "train.global_batch=2", "layout.shard=2"]
+    exact, halved = (
+        memory_per_rank(run_of(2, [*sizes, f"layout.gradient_compression={method}"]), 2)[0]
+        for method in ("none", "bf16")
+    )
+    block = 4 * 256**2 + 3 * 256 * 768 + 2 * 256  # attention, gated MLP, two norms
+    assert exact.transient - halved.transient == 2 * block
+    assert exact.gradients == halved.gradients

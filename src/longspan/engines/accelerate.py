@@ -57,18 +57,7 @@ class AccelerateEngine(NativeEngine):
     ) -> None:
         library = _import()
         self._prepare(model, mesh, train, device, forward_context)
-        plugin = None
-        if mode == "fsdp2":
-            plugin = library.FullyShardedDataParallelPlugin(
-                fsdp_version=2,
-                reshard_after_forward=mesh.zero == 3,
-                auto_wrap_policy="transformer_based_wrap",
-                transformer_cls_names_to_wrap=["Block"],
-                cpu_ram_efficient_loading=False,
-                mixed_precision_policy=MixedPrecisionPolicy(
-                    reduce_dtype=reduce_dtype(layout), cast_forward_inputs=False
-                ),
-            )
+        plugin = fsdp_plugin(library, layout) if mode == "fsdp2" else None
         self._accelerator = _accelerator(library, device, fsdp_plugin=plugin)
         _check(self._accelerator, mode, mesh.world.size)
         allocate(model, device)
@@ -106,6 +95,24 @@ class AccelerateDeepSpeedEngine(DeepSpeedEngine):
         _check(accelerator, "deepspeed", self._mesh.world.size)
         engine, _ = accelerator.prepare(self.model, self.optimizer)
         return engine
+
+
+def fsdp_plugin(library: Any, layout: Layout) -> Any:
+    """Accelerate's FSDP2 as the layout asks for it; it would take what is missing from variables
+    that `accelerate launch` sets, such as its own activation checkpointing on top of ours."""
+    return library.FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        reshard_after_forward=layout.zero == 3,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["Block"],
+        cpu_offload=False,
+        cpu_ram_efficient_loading=False,
+        activation_checkpointing=False,
+        activation_checkpointing_offload=False,
+        mixed_precision_policy=MixedPrecisionPolicy(
+            reduce_dtype=reduce_dtype(layout), cast_forward_inputs=False
+        ),
+    )
 
 
 def _import() -> Any:

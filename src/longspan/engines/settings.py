@@ -18,6 +18,7 @@ from longspan.engines.agreement import AUTO, Settings, check_agreement
 from longspan.engines.deepspeed_fields import (
     AUTOCAST,
     NOT_UNDER_AUTOCAST,
+    REFUSED,
     deepspeed_fields,
     scheduler_type,
 )
@@ -44,7 +45,16 @@ def deepspeed_settings(run: Run, ranks: Mapping[str, int]) -> Settings:
             f'layout.gradient_compression = "bf16" has no effect here: {NOT_UNDER_AUTOCAST}; set '
             '"none", train.precision = "fp32" or engine.name = "native"'
         )
-    return _merged(_merged(_defaults(run), file), _from_run(run, ranks))
+    return _merged(_merged(_defaults(run), _without_refused(file)), _from_run(run, ranks))
+
+
+def _without_refused(table: Settings, prefix: str = "") -> Settings:
+    """A file without the fields that say only what a run does anyway: DeepSpeed fails on some."""
+    kept = {key: value for key, value in table.items() if f"{prefix}{key}" not in REFUSED}
+    return {
+        key: _without_refused(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        for key, value in kept.items()
+    }
 
 
 def _from_run(run: Run, ranks: Mapping[str, int]) -> Settings:
