@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import signal
 import time
 from types import TracebackType
 
-TIMEOUT_S = 120.0
+TIMEOUT_S = 60.0
+CONTROL = r"\x1b\[[0-9;?]*[A-Za-z]"
 
 
 class Terminal:
@@ -40,20 +42,21 @@ class Terminal:
     def wait_for(self, text: str, *, count: int = 1) -> None:
         """Read until the terminal has received `text` that often."""
         deadline = time.monotonic() + TIMEOUT_S
-        while self.received.count(text) < count:
+        while re.sub(CONTROL, "", self.received).count(text) < count:
+            assert time.monotonic() < deadline, f"no {text!r} in {TIMEOUT_S} s: {self.screen()}"
             assert self._read(), f"the command ended without {text!r}: {self.screen()}"
-            assert time.monotonic() < deadline, f"no {text!r} within {TIMEOUT_S} s"
 
     def wait(self) -> int:
         """Read to the end and return the exit code."""
+        deadline = time.monotonic() + TIMEOUT_S
         while self._read():
-            pass
+            assert time.monotonic() < deadline, f"no end in {TIMEOUT_S} s: {self.screen()}"
         return os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
 
     def screen(self) -> list[str]:
         """The lines on the screen, as if it were endless."""
         lines, row, column = [""], 0, 0
-        for part in re.findall(r"\x1b\[[0-9;?]*[A-Za-z]|[\r\n]|[^\x1b\r\n]+", self.received):
+        for part in re.findall(rf"{CONTROL}|[\r\n]|[^\x1b\r\n]+", self.received):
             if part == "\r":
                 column = 0
             elif part == "\n":
@@ -72,6 +75,9 @@ class Terminal:
         return [line.rstrip() for line in lines]
 
     def _read(self) -> bool:
+        """Read what comes within a second; False at the end."""
+        if not select.select([self._fd], [], [], 1.0)[0]:
+            return True
         try:
             found = os.read(self._fd, 1 << 16)
         except OSError:  # the end, on Linux

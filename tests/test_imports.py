@@ -22,6 +22,7 @@ MAY_IMPORT = {
     "hf_config": {"config"},
     "runfile": {"config", "hf_config", "rules"},
     "device": {"config"},
+    "init": {"config", "costs", "data", "device", "runfile"},
     "attention": {"config"},
     "nn": {"attention"},
     "sketching": {"attention", "nn", "tracking", "costs"},
@@ -44,7 +45,7 @@ MAY_IMPORT = {
     "cli": MODEL
     | RUN
     | {"benchmarks", "drill", "engines", "export", "generate", "launching", "parallel"}
-    | {"planning", "sketch_run", "trained", "training", "verify"},
+    | {"init", "planning", "sketch_run", "trained", "training", "verify"},
     "__main__": {"cli"},
 }
 

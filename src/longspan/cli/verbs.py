@@ -7,13 +7,14 @@ import json
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from longspan.errors import Diverged, UserError
 from longspan.hardware import may_have_gpu
-from longspan.progress import loading
+from longspan.progress import loading, waiting
 
 DONE, FAILED = 0, 1
 """Exit codes of a command."""
@@ -33,6 +34,20 @@ def _builtin_name() -> str:
         import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def init(args: argparse.Namespace) -> None:
+    from longspan.init import next_steps, render, starter_run, this_machine, write
+
+    with loading() if (has_gpu := _builtin_name() == "cuda") else nullcontext():
+        machine = this_machine(has_gpu=has_gpu)
+    run = starter_run(args.preset, args.data, machine)
+    text = render(run, machine)
+    if args.out == "-":
+        print(text, end="")
+        return
+    write(text, Path(args.out))
+    print(next_steps(run, Path(args.out), machine))
 
 
 def train(args: argparse.Namespace) -> None:
@@ -340,7 +355,9 @@ def export(args: argparse.Namespace) -> None:
     with loading():
         from longspan.export.huggingface import export
 
-    print(export(args.run_dir, args.out, step=args.step))
+    with waiting(f"exporting {args.run_dir}"):
+        exported = export(args.run_dir, args.out, step=args.step)
+    print(json.dumps(asdict(exported)) if args.json else exported)
 
 
 def checkpoint_list(args: argparse.Namespace) -> None:
@@ -405,3 +422,16 @@ def config_schema(args: argparse.Namespace) -> None:
     from longspan.config import Run
 
     print(json.dumps(Run.model_json_schema(), indent=1))
+
+
+def completion(args: argparse.Namespace) -> None:
+    from longspan.cli.completion import SCRIPTS
+
+    print(SCRIPTS[args.shell].strip())
+
+
+def complete(args: argparse.Namespace) -> None:
+    from longspan.cli.arguments import build_parser
+    from longspan.cli.completion import candidates
+
+    print("\n".join(candidates(build_parser(), args.line)))

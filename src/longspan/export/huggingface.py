@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +99,22 @@ def hf_config(run: Run, ids: dict[str, int | None]) -> dict[str, Any]:
     return config
 
 
-def export(run_dir: Path, out: Path, *, step: int | None = None) -> str:
-    """Export the newest checkpoint of a run, or that of `step`; return a summary."""
+@dataclass(frozen=True)
+class Exported:
+    """What was exported, and how it differs from the run."""
+
+    run_dir: str
+    step: int
+    out: str
+    notes: list[str]
+
+    def __str__(self) -> str:
+        text = f"exported step {self.step} of {self.run_dir} to {self.out}"
+        return "; ".join([text, *self.notes])
+
+
+def export(run_dir: Path, out: Path, *, step: int | None = None) -> Exported:
+    """Export the newest checkpoint of a run, or that of `step`."""
     run = load_run(saved_run_file(run_dir), world=None)
     if run.model.sub_layer_norm:
         raise UserError("model.sub_layer_norm = true cannot be exported: Llama has no such norms")
@@ -120,19 +135,18 @@ def export(run_dir: Path, out: Path, *, step: int | None = None) -> str:
             (draft / name).write_text(json.dumps(content, indent=1) + "\n")
         if tokenizer:
             write_tokenizer(draft, tokenizer, run.data.context)
-    kind = run.attention.kind
-    warning = ""
+    kind, notes = run.attention.kind, []
     if kind != "dense":
-        warning = f"; the run has {kind} attention, but transformers will compute dense attention"
+        notes.append(f"the run has {kind} attention, but transformers will compute dense attention")
     if run.model.linear != "dense":
-        warning += f"; {run.model.linear} layers were exported as the equivalent dense layers"
+        notes.append(f"{run.model.linear} layers were exported as the equivalent dense layers")
     if tokenizer is None:
-        warning += "; there is no tokenizer, as the run's data has none"
+        notes.append("there is no tokenizer, as the run's data has none")
     elif tokenizer.eos is None:
-        warning += (
-            "; the tokenizer has no end-of-document token, so generation does not stop at one"
+        notes.append(
+            "the tokenizer has no end-of-document token, so generation does not stop at one"
         )
-    return f"exported step {saved.step} of {run_dir} to {out}{warning}"
+    return Exported(str(run_dir), saved.step, str(out), notes)
 
 
 def _dense_tensors(run: Run, saved: Checkpoint) -> Iterator[tuple[str, Tensor]]:
