@@ -16,7 +16,6 @@ import tomli_w
 from longspan import presets
 from longspan.config import Run
 from longspan.costs import count_parameters
-from longspan.data.shards import read_index
 from longspan.data.source import open_source
 from longspan.errors import UserError
 from longspan.runfile import SECTIONS, parse_run
@@ -90,10 +89,10 @@ def starter_run(preset: str | None, data: Path | None, machine: Machine) -> Run:
     preset = preset or ("tiny" if machine.device == "cpu" else "125m")
     branches = presets.BRANCHES[preset]
     is_tiny = preset == "tiny"
-    vocab = 256 if data is None else -(-read_index(data).vocab // 64) * 64
     sequences = 2 if is_tiny else 8
     tables: dict[str, dict[str, Any]] = {
-        "model": {"preset": preset, "vocab": vocab},
+        # Of a folder, the vocabulary is that of its tokenizer; the built-in text is bytes.
+        "model": {"preset": preset, **({} if data else {"vocab": 256})},
         "data": {
             "source": str(data) if data else "builtin",
             "context": max(branches["segment_lengths"]),

@@ -9,6 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, replace
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -187,7 +188,8 @@ def drill(args: argparse.Namespace) -> None:
 
 
 def generate(args: argparse.Namespace) -> None:
-    from longspan.generate import complete_from_run
+    with loading():
+        from longspan.generate import complete_from_run
 
     text, tokens, times = "", 0, list[float]()  # times: the prompt, then every token
     pieces = complete_from_run(
@@ -198,8 +200,10 @@ def generate(args: argparse.Namespace) -> None:
         top_p=args.top_p,
         seed=args.seed,
     )
+    with waiting(f"loading {args.run_dir}"):
+        first = list(islice(pieces, 1))
     try:
-        for piece in pieces:
+        for piece in chain(first, pieces):
             times.append(time.perf_counter())
             text, tokens = text + piece.text, piece.tokens
             if not args.json:
