@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -370,6 +372,51 @@ def test_extra_memory_is_linear_in_tokens() -> None:
 def test_wrong_shapes_are_errors(shapes: tuple[tuple[int, ...], ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         attend(*(torch.zeros(shape) for shape in shapes), Dense())  # type: ignore[misc]
+
+
+HEADLESS = r"at least one head .* got \(2, 8, 4, 8\) and \(2, 8, 0, 8\)"
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"q": torch.zeros(2, 8, 4, 8).long()}, TypeError, r"q must be floating .*torch\.int64"),
+        ({"v": torch.zeros(2, 8, 4, 8).bool()}, TypeError, r"v must be floating .*torch\.bool"),
+        ({"k": [[1.0]]}, TypeError, r"k must be a torch\.Tensor, got list"),
+        ({"k": torch.zeros(2, 8, 0, 8), "v": torch.zeros(2, 8, 0, 8)}, ValueError, HEADLESS),
+        ({"pattern": (4, 1)}, TypeError, r"must be Dense\(\), Dilated\(\.\.\.\) or .* got tuple"),
+        ({"pattern": Dense}, TypeError, "got the <class '.*Dense'>"),
+        ({"is_causal": None}, TypeError, "is_causal must be True or False, got None"),
+        ({"scale": math.nan}, ValueError, "scale must be a finite number .* got nan"),
+        ({"scale": "1"}, ValueError, "scale must be a finite number .* got '1'"),
+        ({"backend": "flash"}, ValueError, "backend must be one of .*'sdpa'.* got 'flash'"),
+        ({"dropout_p": "0.1"}, TypeError, r"dropout_p must be a number, got '0\.1'"),
+        ({"dropout_seed": 1.5}, TypeError, r"dropout_seed must be an integer, got 1\.5"),
+        ({"documents": [0, 1]}, TypeError, r"documents must be a torch\.Tensor, got list"),
+        ({"cu_seqlens": [0, 8]}, TypeError, r"cu_seqlens must be a torch\.Tensor, got list"),
+        ({"cu_seqlens": torch.tensor([4, 4])}, ValueError, r"from 0 to 8.* got \[4, 4\]"),
+        ({"cu_seqlens": torch.tensor([0, 4])}, ValueError, r"from 0 to 8.* got \[0, 4\]"),
+        ({"cu_seqlens": torch.tensor([0, 6, 4, 8])}, ValueError, r"from 0 to 8.* got \[0, 6"),
+    ],
+)
+def test_clumsy_arguments_are_errors(
+    change: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    given = {name: torch.zeros(2, 8, 4, 8) for name in "qkv"} | {"pattern": Dilated((4,), (1,))}
+    attend(**given)
+    with pytest.raises(error, match=message):
+        attend(**given | change)
+
+
+def test_heads_first_gives_a_warning() -> None:
+    x = torch.zeros(1, 4, 256, 8)  # (batch, heads, tokens, head_dim)
+    with pytest.warns(UserWarning, match=r"4 tokens and 256 heads.* use q\.transpose\(1, 2\)"):
+        attend(x, x, x, Dense())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attend(*[x.transpose(1, 2)] * 3, Dense())
+        attend(*[torch.zeros(1, 8, 32, 8)] * 3, Dense())  # a short prompt
+        attend(x[:, :1], x, x, Dense(), is_causal=False)  # decoding
 
 
 def test_wrong_options_are_errors() -> None:

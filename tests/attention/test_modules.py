@@ -98,6 +98,36 @@ def test_unsupported_arguments_are_errors() -> None:
         module(x, x, x, attn_mask=torch.zeros(8, 8))
     with pytest.raises(ValueError, match="multiple of num_heads, got 16 and 3"):
         MultiheadDilatedAttention(16, 3, [8], [1])
+    with pytest.raises(ValueError, match="multiple of num_heads, got 16 and 0"):
+        MultiheadDilatedAttention(16, 0, [8], [1])
+    with pytest.raises(TypeError, match=r"embed_dim must be an integer, got 16\.0"):
+        MultiheadDilatedAttention(16.0, 4, [8], [1])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"segment_lengths must be a sequence .* got 8"):
+        DilatedAttention(8, 1)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"dropout must be at least 0 and below 1, got 1\.5"):
+        DilatedAttention([8], [1], dropout=1.5)
+    for wrong in (x[0], torch.randn(1, 8, 12)):
+        with pytest.raises(ValueError, match=r"query must be \(batch, tokens, embed_dim = 16\)"):
+            module(wrong, x, x)
+    with pytest.raises(TypeError, match=r"key is torch\.float16 but the parameters are .*float32"):
+        module(x, x.half(), x)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        module(x, x.bfloat16(), x)
+
+
+def test_a_key_padding_mask_of_another_kind_is_an_error() -> None:
+    """An integer mask was read as 0 and -inf, and hid nothing."""
+    module = MultiheadDilatedAttention(16, 4, [8], [1])
+    x, padding = torch.randn(1, 8, 16), torch.zeros(1, 8, dtype=torch.bool)
+    padding[:, 5:] = True
+    expected = module(x, x, x, key_padding_mask=padding)[0]
+    with pytest.raises(TypeError, match=r"True for padding, .* got torch\.int64: use mask\.bool"):
+        module(x, x, x, key_padding_mask=padding.long())
+    with pytest.raises(ValueError, match=r"0 for keys and -inf for padding, got 1\.0"):
+        module(x, x, x, key_padding_mask=padding.float())
+    for value in (-torch.inf, -1e9):
+        mask = torch.zeros(1, 8).masked_fill(padding, value)
+        assert torch.equal(module(x, x, x, key_padding_mask=mask)[0], expected)
 
 
 def test_patterns_as_modules() -> None:

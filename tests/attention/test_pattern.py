@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from longspan.attention import BlockSparse, Dense, Dilated, Pattern, pattern_of
+from longspan.attention import (
+    BlockSparse,
+    Dense,
+    Dilated,
+    KVCache,
+    Pattern,
+    pattern_of,
+    picture,
+)
 from longspan.config import Attention
 from tests.attention.test_functional import PATTERNS
 
@@ -123,6 +133,32 @@ def test_wrong_branches_are_errors(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         Dilated(lengths, rates)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Dilated(64, 1), r"segment_lengths must be a sequence .* e\.g\. \(64,\), got 64"),
+        (lambda: Dilated((64,), 1), r"dilation_rates must be a sequence .* e\.g\. \(1,\), got 1"),
+        (lambda: Dilated((64.0,), (1,)), r"sequence of integers, .* got \(64\.0,\)"),
+        (lambda: Dilated("64", "1"), "sequence of integers, .* got '64'"),
+        (lambda: Dilated((64,), (1,), 16), r"blocks must be BlockSparse\(\.\.\.\) or None, got 16"),
+        (lambda: BlockSparse(16.0), r"block_size must be an integer, got 16\.0"),
+        (lambda: BlockSparse(16, stride=1.5), r"stride must be an integer, got 1\.5"),
+        (lambda: BlockSparse(16, density="0.1"), r"density must be a number .* got '0\.1'"),
+        (lambda: KVCache((64, 1)), r"pattern must be Dense\(\), .* got tuple"),
+        (lambda: picture((64, 1), 32), r"pattern must be Dense\(\), .* got tuple"),
+    ],
+)
+def test_wrong_types_are_errors(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        make()
+
+
+def test_lists_become_tuples_so_that_a_pattern_can_be_hashed() -> None:
+    pattern = Dilated([4, 8], torch.tensor([1, 2]))  # type: ignore[arg-type]
+    assert pattern == Dilated((4, 8), (1, 2))
+    assert hash(pattern) == hash(Dilated((4, 8), (1, 2)))
 
 
 def test_pattern_of_a_run_file_section() -> None:

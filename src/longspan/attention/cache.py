@@ -7,8 +7,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from longspan.attention.functional import attend, attend_checked
-from longspan.attention.mask import Mask, check_tensors
+from longspan.attention.functional import attend_checked
+from longspan.attention.mask import Mask, check_pattern, check_scale, check_tensors
 from longspan.attention.pattern import Dense, Pattern
 from longspan.attention.reference import reference_attention
 from longspan.dtypes import accumulation_dtype
@@ -28,6 +28,7 @@ class KVCache:
     """
 
     def __init__(self, pattern: Pattern) -> None:
+        check_pattern(pattern)
         self.pattern = pattern
         self.length = 0
         self._heads = 0
@@ -43,12 +44,15 @@ class KVCache:
     def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
         """Append the next tokens' k and v; returns the output for q. Shapes as in `attend`."""
         self._check(q, k, v)
-        scale = q.shape[3] ** -0.5 if scale is None else scale
+        if scale is None:
+            scale = q.shape[3] ** -0.5
+        else:
+            check_scale(scale)
         tokens, is_first = q.shape[1], self.length == 0
         if is_first:  # only what a query after these tokens sees is stored
             self.length, self._heads = tokens, q.shape[2]
             self._reallocate(k.transpose(1, 2), v.transpose(1, 2), spare=0)
-            return attend(q, k, v, self.pattern, scale=scale)
+            return attend_checked(q, k, v, Mask(self.pattern), scale)
         used = self._row(self.length)
         if used + tokens > self.rows:
             self._reallocate(self._keys, self._values, spare=tokens)

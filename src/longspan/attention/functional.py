@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import os
+import warnings
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Literal
+from textwrap import shorten
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.attention.custom_op import attend_branches
-from longspan.attention.mask import Mask, check_lengths, check_mask, check_tensors
+from longspan.attention.mask import Mask, check_lengths, check_mask, check_scale, check_tensors
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
 from longspan.attention.reference import reference_attention
 
 BackendName = Literal["sdpa", "cpu", "triton", "reference"]
+BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
+
+MAX_HEADS = 64
+"""More heads than this, and than tokens, are probably tokens: q was given with its heads first."""
 
 _HAS_TRITON = find_spec("triton") is not None
 _IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -55,18 +61,22 @@ def attend(
       without causality only a Dense pattern allows it, as in cross-attention.
     - `scale` multiplies the scores; the default is 1/√head_dim.
     - `documents`: integers (batch, keys); no query sees a key of another document.
-    - `cu_seqlens`: documents given as cumulative lengths 0, end of the first, …, for every row of
-      the batch.
+    - `cu_seqlens`: documents given as cumulative lengths 0, end of the first, …, number of keys,
+      for every row of the batch. The values are checked on the CPU only.
     - `key_padding_mask`: bool (batch, keys), True for padding, which no query sees.
     - `dropout_p` drops weights after the softmax, by a hash of (`dropout_seed`, batch, head,
       query, key): the same on every device and backend.
     - `backend` forces one of those that `choose_backend` names.
     """
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    check_tensors(q, k, v)
+    _warn_if_transposed(q)
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    else:
+        check_scale(scale)
     if cu_seqlens is not None:
         documents = _documents_from(cu_seqlens, documents, k)
     mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p, dropout_seed)
-    check_tensors(q, k, v)
     check_lengths(q.shape[1], k.shape[1], mask)
     check_mask(q, mask, k.shape[1])
     return attend_checked(q, k, v, mask, scale, backend)
@@ -78,6 +88,8 @@ def attend_checked(
     """`attend` for arguments that are known to be valid."""
     chosen = choose_backend(q, k, mask)
     name = backend or chosen.name
+    if name not in BACKENDS:
+        raise ValueError(f"backend must be one of {BACKENDS} or None, got {name!r}")
     if name not in (chosen.name, "reference"):
         problem = _triton_problem(q, k, mask) if name == "triton" else chosen.reason
         if problem is not None:
@@ -153,14 +165,34 @@ def _triton_problem(q: Tensor, k: Tensor, mask: Mask) -> str | None:
     return f"the kernels do not support {type(mask.pattern).__name__}"
 
 
+def _warn_if_transposed(q: Tensor) -> None:
+    tokens, heads = q.shape[1:3]
+    if heads > tokens > 1 and heads > MAX_HEADS:
+        warnings.warn(
+            f"q has {tokens} tokens and {heads} heads: is it (batch, heads, tokens, head_dim)? "
+            "attend takes (batch, tokens, heads, head_dim): use q.transpose(1, 2)",
+            stacklevel=3,
+        )
+
+
 def _documents_from(cu_seqlens: Tensor, documents: Tensor | None, k: Tensor) -> Tensor:
     """Document indices, int64 (batch, keys), from cumulative lengths."""
     if documents is not None:
         raise ValueError("documents and cu_seqlens exclude each other, got both: give one of them")
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"cu_seqlens must be a torch.Tensor, got {type(cu_seqlens).__name__}")
     if cu_seqlens.dim() != 1:
         raise ValueError(f"cu_seqlens must have one dimension, got {tuple(cu_seqlens.shape)}")
     if cu_seqlens.is_floating_point():
         raise ValueError(f"cu_seqlens must be integers, got {cu_seqlens.dtype}")
+    # Reading the values on a GPU would wait for it in every layer.
+    if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
+        ends = cu_seqlens.tolist()
+        if ends[:1] != [0] or ends[-1:] != [k.shape[1]] or ends != sorted(ends):
+            raise ValueError(
+                f"cu_seqlens must be cumulative lengths that rise from 0 to {k.shape[1]}, the "
+                f"number of keys, got {shorten(str(ends), 80)}"
+            )
     position = torch.arange(k.shape[1], device=k.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, position, right=True).expand(k.shape[0], -1)
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from longspan.attention.pattern import Dense, Pattern
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+"""The dtypes of q, k and v."""
 
 
 @dataclass(frozen=True)
@@ -21,15 +25,45 @@ class Mask:
     dropout_p: float = 0.0
     dropout_seed: int = 0
 
+    def __post_init__(self) -> None:
+        check_pattern(self.pattern)
+        if not isinstance(self.is_causal, bool):
+            raise TypeError(f"is_causal must be True or False, got {self.is_causal!r}")
+        for name in ("documents", "key_padding_mask"):
+            given = getattr(self, name)
+            if given is not None and not isinstance(given, Tensor):
+                raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
+        if not isinstance(self.dropout_p, (float, int)):
+            raise TypeError(f"dropout_p must be a number, got {self.dropout_p!r}")
+        if isinstance(self.dropout_seed, float):
+            raise TypeError(f"dropout_seed must be an integer, got {self.dropout_seed!r}")
+
     @property
     def is_pattern_only(self) -> bool:
         """Whether there are no documents, no padding and no dropout."""
         return self.documents is None and self.key_padding_mask is None and self.dropout_p == 0
 
 
+def check_pattern(pattern: object) -> None:
+    if not isinstance(pattern, Pattern):
+        came = f"the {pattern}" if isinstance(pattern, type) else type(pattern).__name__
+        raise TypeError(f"pattern must be Dense(), Dilated(...) or BlockSparse(...), got {came}")
+
+
+def check_scale(scale: object) -> None:
+    """Check a scale that was given."""
+    if not isinstance(scale, (float, int)) or not math.isfinite(scale):
+        raise ValueError(f"scale must be a finite number or None for 1/√head_dim, got {scale!r}")
+
+
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     """Check that q, k and v fit together, whatever the number of queries and keys."""
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dtype not in DTYPES:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+            raise TypeError(f"{name} must be floating point ({names}), got {x.dtype}")
         if x.dim() != 4:
             raise ValueError(
                 f"{name} must be (batch, tokens, heads, head_dim), got shape {tuple(x.shape)}"
@@ -44,6 +78,11 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
             f"k and v must have the same shape, got {tuple(k.shape)} and {tuple(v.shape)}"
         )
     batch, _, heads, head_dim = q.shape
+    if 0 in (heads, head_dim, k.shape[2]):
+        raise ValueError(
+            "q and k need at least one head and one element per head, got "
+            f"{tuple(q.shape)} and {tuple(k.shape)}"
+        )
     if (batch, head_dim) != (k.shape[0], k.shape[3]):
         raise ValueError(
             f"q and k must agree in batch and head_dim, got {tuple(q.shape)} and {tuple(k.shape)}"

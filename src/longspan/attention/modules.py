@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 
 from longspan.attention.context_parallel.sharded import attend_sharded
 from longspan.attention.functional import attend
-from longspan.attention.pattern import BlockSparse, Dilated, Pattern
+from longspan.attention.pattern import BlockSparse, Dilated, Pattern, as_integer, as_integers
 
 
 class PatternAttention(nn.Module):
@@ -33,6 +33,8 @@ class PatternAttention(nn.Module):
         sequence_parallel: ProcessGroup | None = None,
     ) -> None:
         super().__init__()
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, got {dropout}")
         self.sequence_parallel = sequence_parallel
         self.pattern = pattern
         self.dropout = dropout
@@ -94,7 +96,10 @@ class DilatedAttention(PatternAttention):
         sequence_parallel: ProcessGroup | None = None,
     ) -> None:
         super().__init__(
-            Dilated(tuple(segment_lengths), tuple(dilation_rates)),
+            Dilated(
+                as_integers("segment_lengths", segment_lengths),
+                as_integers("dilation_rates", dilation_rates),
+            ),
             dropout=dropout,
             softmax_scale=softmax_scale,
             sequence_parallel=sequence_parallel,
@@ -159,7 +164,9 @@ class MultiheadDilatedAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if embed_dim % num_heads:
+        embed_dim = as_integer("embed_dim", embed_dim)
+        num_heads = as_integer("num_heads", num_heads)
+        if min(embed_dim, num_heads) < 1 or embed_dim % num_heads:
             raise ValueError(
                 f"embed_dim must be a multiple of num_heads, got {embed_dim} and {num_heads}"
             )
@@ -200,8 +207,9 @@ class MultiheadDilatedAttention(nn.Module):
                 "attn_mask must be None, or the causal mask with is_causal=True: the dilated "
                 "pattern decides which keys a query sees"
             )
+        self._check(query, key, value)
         if key_padding_mask is not None and key_padding_mask.dtype != torch.bool:
-            key_padding_mask = key_padding_mask < 0  # torch's layers pass 0 and -inf
+            key_padding_mask = _as_bool_mask(key_padding_mask)
         weights = self.in_proj_weight.chunk(3)
         biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.chunk(3)
         q, k, v = (
@@ -210,6 +218,20 @@ class MultiheadDilatedAttention(nn.Module):
         )
         out = self.attention(q, k, v, is_causal=is_causal, key_padding_mask=key_padding_mask)
         return self.out_proj(self.norm(out.flatten(-2))), None
+
+    def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
+        for name, x in (("query", query), ("key", key), ("value", value)):
+            if x.dim() != 3 or x.shape[2] != self.embed_dim:
+                raise ValueError(
+                    f"{name} must be (batch, tokens, embed_dim = {self.embed_dim}), "
+                    f"got shape {tuple(x.shape)}"
+                )
+            dtype = self.in_proj_weight.dtype
+            if x.dtype != dtype and not torch.is_autocast_enabled(x.device.type):
+                raise TypeError(
+                    f"{name} is {x.dtype} but the parameters are {dtype}: convert one of them, or "
+                    "use torch.autocast"
+                )
 
     def _reset_parameters(self, magneto_gain: float | None) -> None:
         """Initialise like nn.MultiheadAttention, or like MAGNETO."""
@@ -223,3 +245,21 @@ class MultiheadDilatedAttention(nn.Module):
         for bias in (self.in_proj_bias, self.out_proj.bias):
             if bias is not None:
                 nn.init.zeros_(bias)
+
+
+def _as_bool_mask(mask: Tensor) -> Tensor:
+    """A key padding mask as torch's layers pass it, with 0 and -inf, as bool, True for padding."""
+    if not mask.is_floating_point():
+        raise TypeError(
+            "key_padding_mask must be bool, True for padding, or floating point, 0 and -inf, "
+            f"got {mask.dtype}: use mask.bool()"
+        )
+    # Reading the values on a GPU would wait for it in every layer.
+    if mask.device.type == "cpu" and not torch.compiler.is_compiling():
+        other = mask[(mask > 0) | (mask < 0) & (mask > -1e4)]  # code without -inf uses -1e4 or less
+        if len(other):
+            raise ValueError(
+                "a floating-point key_padding_mask must hold 0 for keys and -inf for padding, got "
+                f"{other[0].item()}"
+            )
+    return mask < 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longspan.attention.mask import check_pattern
 from longspan.attention.pattern import Pattern
 from longspan.hashing import uniform
 
@@ -30,6 +31,7 @@ def attend_oracle(
 
     Takes the arguments of `attend`. Returns float64 (batch, queries, heads, head_dim) on the CPU.
     """
+    check_pattern(pattern)
     q, k, v = q.double().cpu(), k.double().cpu(), v.double().cpu()
     (batch, queries, heads, head_dim), keys = q.shape, k.shape[1]
     scale = head_dim**-0.5 if scale is None else scale

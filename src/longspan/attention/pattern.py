@@ -8,6 +8,7 @@ length, so a prefix of a sequence has the prefix of its mask.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -124,6 +125,10 @@ class BlockSparse(Pattern):
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("block_size", "local_window", "global_tokens", "stride", "seed"):
+            object.__setattr__(self, name, as_integer(name, getattr(self, name)))
+        if not isinstance(self.density, float | int):
+            raise TypeError(f"density must be a number from 0 to 1, got {self.density!r}")
         b = self.block_size
         if b < 1:
             raise ValueError(f"block_size must be at least 1, got {b}")
@@ -205,6 +210,11 @@ class Dilated(Pattern):
     first_head: int = 0
 
     def __post_init__(self) -> None:
+        for name in ("segment_lengths", "dilation_rates"):  # tuples: a pattern can be hashed
+            object.__setattr__(self, name, as_integers(name, getattr(self, name)))
+        if not isinstance(self.blocks, BlockSparse | None):
+            raise TypeError(f"blocks must be BlockSparse(...) or None, got {self.blocks!r}")
+        object.__setattr__(self, "first_head", as_integer("first_head", self.first_head))
         if problems := branch_problems(self.segment_lengths, self.dilation_rates):
             raise ValueError("; ".join(problems))
 
@@ -289,6 +299,25 @@ class Dilated(Pattern):
                 rows = self.blocks.key_rows(last, last + 1, last + 1, 0, is_causal=True)
                 found.append((seeing, keys.start + r * rows))
         return [(seeing, keys) for seeing, keys in found if seeing]
+
+
+def as_integer(name: str, value: object) -> int:
+    """The argument `name` as an int; floats and text are refused."""
+    try:
+        return operator.index(value)  # type: ignore[arg-type]
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+
+
+def as_integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
+    """The argument `name`, a sequence of integers, as a tuple."""
+    try:
+        return tuple(operator.index(value) for value in values)
+    except TypeError:
+        example = (values,) if isinstance(values, int) else (2048, 4096)
+        raise TypeError(
+            f"{name} must be a sequence of integers, e.g. {example}, got {values!r}"
+        ) from None
 
 
 def _union(ranges: Iterable[range]) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from longspan.attention.mask import check_pattern
 from longspan.attention.pattern import Pattern
 
 _SHADES = "·▒█"  # seen in no, one, several branches
@@ -13,6 +14,7 @@ _CELL = 6
 
 
 def _counts(pattern: Pattern, tokens: int, head: int, is_causal: bool) -> Tensor:
+    check_pattern(pattern)
     position = torch.arange(tokens)
     counts = pattern.counts(position, position, head)
     return counts.tril() if is_causal else counts

@@ -20,7 +20,7 @@ from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.context_parallel.sparse_kv import sparse_kv_attention
 from longspan.attention.context_parallel.ulysses import can_split_heads, ulysses_attention
 from longspan.attention.functional import attend_checked
-from longspan.attention.mask import Mask, check_mask, check_tensors
+from longspan.attention.mask import Mask, check_mask, check_scale, check_tensors
 from longspan.attention.merge import has_flash_kernel
 from longspan.attention.pattern import Dense, Dilated, Pattern
 
@@ -67,7 +67,10 @@ def attend_sharded(
             f"and k, got {ranks} ranks, {q.shape[1]} and {k.shape[1]} tokens"
         )
     check_mask(q, mask, shards.tokens)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if scale is None:
+        scale = q.shape[-1] ** -0.5
+    else:
+        check_scale(scale)
     has_kernels = mask.is_pattern_only and has_flash_kernel(q, scale)
     heads, name = Heads(q.shape[2], k.shape[2]), group.group_name
     attend_local = partial(attend_checked, mask=mask, scale=scale)
