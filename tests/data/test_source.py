@@ -14,7 +14,7 @@ from longspan.config import Data, Model
 from longspan.constants import IGNORE_INDEX
 from longspan.data import collate, count_targets, open_source
 from longspan.data.build import build
-from longspan.data.source import RecallSource, Sample, TokenSource, bigram_nats
+from longspan.data.source import RecallSource, Sample, TokenSource, TokenSplit, bigram_nats
 from longspan.errors import UserError
 
 MODEL = Model()
@@ -119,13 +119,55 @@ def test_recall_targets_are_the_values_of_the_pairs() -> None:
 
 
 def test_bigram_nats_equals_its_definition() -> None:
-    tokens = np.array([1, 2, 1, 3, 1, 2, 2])
-    targets = np.array([2, 1, 3, 1, 2, IGNORE_INDEX, 1])
-    # After 1: 2, 3, 2. After 2: 1, 1. After 3: 1.
-    expected = (2 * math.log(3 / 2) + math.log(3)) / 6
-    sample = Sample(tokens, targets, np.zeros(7, dtype=np.int64))
-    assert bigram_nats([sample]) == pytest.approx(expected)
-    assert count_targets([sample, sample]) == 12
+    def sample(tokens: list[int], targets: list[int]) -> Sample:
+        return Sample(np.array(tokens), np.array(targets), np.zeros(len(tokens), dtype=np.int64))
+
+    fitted = sample([1, 2, 1, 3, 1, 2, 2], [2, 1, 3, 1, 2, IGNORE_INDEX, 1])
+    vocab = 50_000  # whose square would take 20 GB
+    pairs = [(1, 2), (2, 1), (1, 3), (3, 1), (1, 2), (2, 1)]
+
+    def probability(a: int, b: int) -> float:
+        unigram = (sum(y == b for _, y in pairs) + 1) / (len(pairs) + vocab)
+        after = [y for x, y in pairs if x == a]
+        if not after:
+            return unigram
+        return (after.count(b) + len(set(after)) * unigram) / (len(after) + len(set(after)))
+
+    # Of the pairs, one is unseen, one follows an unseen token, and one has the largest tokens.
+    scored = [(1, 2), (1, 1), (2, 1), (7, 2), (vocab - 1, vocab - 1)]
+    samples = [sample([a for a, _ in scored], [b for _, b in scored])]
+    samples.append(sample([3, 3], [IGNORE_INDEX, 1]))
+    expected = -np.mean([math.log(probability(a, b)) for a, b in [*scored, (3, 1)]])
+    assert bigram_nats([fitted], samples, vocab) == pytest.approx(expected)
+    assert sum(probability(1, b) for b in range(vocab)) == pytest.approx(1)
+    assert count_targets([fitted, fitted]) == 12
+    nothing = sample([1], [IGNORE_INDEX])
+    assert bigram_nats([nothing], samples, vocab) == pytest.approx(math.log(vocab))
+    assert bigram_nats([fitted], [nothing], vocab) == 0.0
+
+
+def test_the_baseline_is_fitted_on_the_training_split(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = open_folder(folder, 16)
+    samples = source.validation_samples(4)
+    found, tokens = source.baseline(samples), source.splits["train"].total - 1
+    assert found.name == f"bigram (fitted on {tokens:,} training tokens)"
+    # A validation document repeats a letter that no training document has.
+    assert found.nats > math.log(source.vocab)
+    assert source.baseline([source.sample(0, 1)]).nats < 1.0
+    # With fewer tokens they are spread over the split, and are the same at every context.
+    monkeypatch.setattr("longspan.data.source.BASELINE_TOKENS", 64)
+    monkeypatch.setattr("longspan.data.source.BASELINE_STRETCH", 8)
+    read: list[int] = []
+    split = TokenSplit.read
+    monkeypatch.setattr(TokenSplit, "read", lambda self, a, b: read.append(a) or split(self, a, b))
+    assert "fitted on 64 training" in source.baseline(samples).name
+    assert len(read) == 8
+    assert read[0] == 0
+    assert max(np.diff(read)) - min(np.diff(read)) <= 8
+    assert tokens - tokens // 8 - 16 < read[-1] < tokens
+    assert source.baseline(samples) == open_folder(folder, 32).baseline(samples)
 
 
 def test_collate_stacks_samples(folder: Path) -> None:

@@ -155,7 +155,8 @@ def test_it_learns_and_reports(
     evaluations = [line for line in metrics(tmp_path / "run") if "validation_loss" in line]
     assert [line["step"] for line in evaluations] == [20, 40, 60]
     assert evaluations[-1]["validation_loss"] == result.validation_loss
-    assert evaluations[-1]["bigram"] == result.baseline_loss
+    assert evaluations[-1]["baseline"] == result.baseline
+    assert evaluations[-1]["baseline_loss"] == result.baseline_loss
     assert result.sample is not None
     assert result.sample.startswith("the ")
     assert "generating a sample of 100 tokens" in capsys.readouterr().err

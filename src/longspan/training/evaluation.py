@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.config import Train
 from longspan.constants import IGNORE_INDEX
-from longspan.data import Sample, Source, collate, count_targets
+from longspan.data import Baseline, Sample, Source, collate, count_targets
 from longspan.engines import Engine, InferenceModel
 from longspan.faults import fault_point
 from longspan.models.generation import complete
@@ -40,11 +40,15 @@ class Evaluation:
         context: ForwardContext,
     ) -> None:
         self.samples = source.validation_samples(train.eval_samples)
-        self.baseline = source.baseline(self.samples) if self.samples else None
         self._targets = max(1, count_targets(self.samples))
         self._local = mesh.local_samples(pad(self.samples, mesh.data_ranks))
-        self._engine, self._micro_batch, self._device = engine, train.micro_batch, device
-        self._mesh, self._context = mesh, context
+        self._engine, self._source, self._micro_batch = engine, source, train.micro_batch
+        self._device, self._mesh, self._context = device, mesh, context
+
+    @cached_property
+    def baseline(self) -> Baseline | None:
+        """The loss of a model without long context; None if there are no samples."""
+        return self._source.baseline(self.samples) if self.samples else None
 
     def loss(self, requests: StopRequests) -> float | None:
         """Nats per token; None if there are no samples or a stop was requested."""
@@ -70,7 +74,8 @@ class Evaluation:
         if loss is None or self.baseline is None:
             return
         name, nats = self.baseline.name, self.baseline.nats
-        metrics.write({"step": step, "validation_loss": loss, name: nats})
+        line = {"step": step, "validation_loss": loss, "baseline": name, "baseline_loss": nats}
+        metrics.write(line)
         reporter.print(f"step {step}  validation loss {loss:.4f}  {name} {nats:.4f}")
 
 
