@@ -12,7 +12,7 @@ from torch import Tensor
 
 from longspan.checkpoint import TensorShard
 from longspan.config import Run
-from longspan.data import Source, open_source
+from longspan.data import Prefetcher, open_source
 from longspan.device import autocast, resolve
 from longspan.engines import open_engine
 from longspan.parallel.mesh import open_mesh
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def open_state(run: Run, rank: int = 0, world: int = 1) -> Iterator[tuple[TrainState, Source]]:
+def open_state(run: Run, rank: int = 0, world: int = 1) -> Iterator[tuple[TrainState, Prefetcher]]:
     """A run's state before its first step, on one rank, and its data."""
     if run.train.precision != "fp16":  # which `resolve` refuses on a CPU
         run = resolve(run, CPU)
@@ -35,7 +35,8 @@ def open_state(run: Run, rank: int = 0, world: int = 1) -> Iterator[tuple[TrainS
     torch.manual_seed(run.train.seed)
     with open_mesh(run.layout, World(rank, world, rank), CPU) as mesh:
         engine = open_engine(run, mesh, CPU, partial(forward_context, run.train))
-        yield TrainState(engine, mesh, Guard(0.0, CPU), resume_key(run, source)), source
+        with Prefetcher(source, run.train.seed, mesh.local_samples, CPU) as data:
+            yield TrainState(engine, mesh, Guard(0.0, CPU), resume_key(run, source)), data
 
 
 class Steps(NamedTuple):
@@ -51,10 +52,10 @@ class Steps(NamedTuple):
 def run_steps(rank: int, world: int, run: Run, count: int) -> Steps:
     """Run `count` steps of `run` on one rank, and evaluate."""
     run = resolve(run, CPU)
-    with open_state(run, rank, world) as (state, source):
-        steps = [train_step(state, source, run.train, CPU) for _ in range(count)]
+    with open_state(run, rank, world) as (state, data):
+        steps = [train_step(state, data, run.train, CPU) for _ in range(count)]
         evaluation = Evaluation(
-            state.engine, source, run.train, CPU, state.mesh, lambda: autocast(run.train)
+            state.engine, data.source, run.train, CPU, state.mesh, lambda: autocast(run.train)
         )
         loss = evaluation.loss(StopRequests(None))
         shards = {

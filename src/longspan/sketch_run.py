@@ -57,7 +57,7 @@ class TrainedRun:
     def batches(self, samples: int) -> list[tuple[Any, ...]]:
         """The first `samples` of the training data, one per batch, as the model's arguments."""
         device, seed = self.model.norm.weight.device, self.run.train.seed
-        batches = [collate([self.source.sample(seed, i)], device) for i in range(samples)]
+        batches = [collate([self.source.sample(seed, i)]).to(device) for i in range(samples)]
         return [(batch.tokens, batch.targets) for batch in batches]
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from longspan.config import Data, Model
 from longspan.constants import IGNORE_INDEX
@@ -173,7 +172,7 @@ def test_the_baseline_is_fitted_on_the_training_split(
 def test_collate_stacks_samples(folder: Path) -> None:
     source = open_folder(folder, 16)
     samples = [source.sample(0, index) for index in range(3)]
-    batch = collate(samples, torch.device("cpu"))
+    batch = collate(samples)
     assert batch.tokens.shape == batch.targets.shape == (3, 16)
     assert batch.tokens[2].tolist() == samples[2].tokens.tolist()
 

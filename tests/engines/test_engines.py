@@ -132,15 +132,15 @@ def skip_steps(rank: int, world: int, options: list[list[str]]) -> list[list[flo
 
 
 def _skip_steps(rank: int, world: int, run: Run) -> list[float]:
-    with open_state(run, rank, world) as (state, source):
+    with open_state(run, rank, world) as (state, data):
         engine = state.engine
         set_learning_rate(engine.optimizer, 0.01)
-        samples = [source.sample(0, index) for index in state.mesh.local_samples(range(8))]
+        batch, _ = data.read(range(8), range(8))
         moved = []
         # A step, a skipped one, one with NaN gradients, a step.
         for scale, skip in ((1e-3, 0.0), (1e-3, 1.0), (float("nan"), 0.0), (1e-3, 0.0)):
             before = _weights(engine)
-            engine.backward(samples, torch.tensor(scale))
+            engine.backward(batch, torch.tensor(scale))
             engine.step(partial(_must_skip, skip))
             moved.append(float((_weights(engine) - before).norm()))
         return moved
@@ -156,8 +156,8 @@ def reduce_gradients(
 
 
 def _reduced_bytes(rank: int, world: int, run: Run) -> int:
-    with open_state(run, rank, world) as (state, source), Collectives() as mode:
-        train_step(state, source, run.train, CPU)
+    with open_state(run, rank, world) as (state, data), Collectives() as mode:
+        train_step(state, data, run.train, CPU)
     return sum(count for name, count in mode.bytes.items() if "reduce" in name)
 
 

@@ -30,10 +30,10 @@ SMALL = [
 
 def collectives_of_a_step(rank: int, world: int, overrides: list[str]) -> dict[str, int]:
     run = load_run(None, [*SMALL, *overrides], world=world)
-    with open_state(run, rank, world) as (state, source):
-        train_step(state, source, run.train, CPU)  # the first one also initialises
+    with open_state(run, rank, world) as (state, data):
+        train_step(state, data, run.train, CPU)  # the first one also initialises
         with Collectives() as mode, torch.profiler.profile() as profile:
-            train_step(state, source, run.train, CPU)
+            train_step(state, data, run.train, CPU)
     gloo = Counter(e.name for e in profile.events() if e.name.startswith("gloo:"))
     dispatched = {name: count for name, count in mode.counts.items() if count}
     return {**dispatched, **gloo}
@@ -77,8 +77,8 @@ def test_zero_stages(
 def reduced_bytes(rank: int, world: int, overrides: list[str]) -> tuple[int, int]:
     """Bytes of gradients that a step reduce-scatters and all-reduces."""
     run = load_run(None, [*SMALL, *overrides], world=world)
-    with open_state(run, rank, world) as (state, source), Collectives() as mode:
-        train_step(state, source, run.train, CPU)
+    with open_state(run, rank, world) as (state, data), Collectives() as mode:
+        train_step(state, data, run.train, CPU)
     return mode.bytes["_reduce_scatter_base"], mode.bytes["allreduce"]
 
 

@@ -58,7 +58,7 @@ def storages() -> dict[int, torch.UntypedStorage]:
 def bytes_per_parameter(rank: int, world: int, layout: list[str]) -> tuple[float, float]:
     """After initialisation, and at the end of the last forward pass of the second step."""
     run, before = run_of(world, layout), storages()
-    with open_state(run, rank, world) as (state, source):
+    with open_state(run, rank, world) as (state, data):
         found = []
 
         def measure(*_: object) -> None:
@@ -66,9 +66,9 @@ def bytes_per_parameter(rank: int, world: int, layout: list[str]) -> tuple[float
             found.append(sum(x.nbytes() for at, x in storages().items() if at not in before))
 
         measure()
-        train_step(state, source, run.train, CPU)
+        train_step(state, data, run.train, CPU)
         handle = state.engine.model.norm.register_forward_pre_hook(measure)
-        train_step(state, source, run.train, CPU)
+        train_step(state, data, run.train, CPU)
         handle.remove()
     return found[0] / count_parameters(run.model), found[-1] / count_parameters(run.model)
 
@@ -94,7 +94,7 @@ def saved_weight_bytes(rank: int, world: int, zero: int) -> int:
     """Bytes of weights saved for the backward pass, at the end of a forward pass in bf16."""
     options = [f"layout.zero={zero}", "train.precision=bf16", "train.activation_checkpointing=none"]
     run = run_of(world, options)
-    with open_state(run, rank, world) as (state, source):
+    with open_state(run, rank, world) as (state, data):
         engine = state.engine
         smallest = min(p.numel() for p in engine.model.blocks.parameters() if p.dim() > 1)
         saved: dict[int, torch.UntypedStorage] = {}
@@ -111,7 +111,7 @@ def saved_weight_bytes(rank: int, world: int, zero: int) -> int:
 
         handle = engine.model.norm.register_forward_pre_hook(measure)
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            train_step(state, source, run.train, CPU)
+            train_step(state, data, run.train, CPU)
         handle.remove()
     return found[0]
 

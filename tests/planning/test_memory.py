@@ -39,15 +39,15 @@ def allocated_by(rank: int, world: int, options: list[str]) -> tuple[int, int, i
     run = run_of(world, options)
     found: list[dict[str, int]] = []
     eager = torch.compiler.set_stance("force_eager")  # torchao compiles its optimizer for a minute
-    with eager, open_state(run, rank, world) as (state, source):
+    with eager, open_state(run, rank, world) as (state, data):
         engine = state.engine
-        train_step(state, source, run.train, CPU)
+        train_step(state, data, run.train, CPU)
 
         def measure(*_: object) -> None:
             found.append(memory_by_class(state, CPU))
 
         engine.optimizer.register_step_pre_hook(measure)
-        train_step(state, source, run.train, CPU)
+        train_step(state, data, run.train, CPU)
         signs = sum(x.nbytes for x in engine.model.buffers())
     (used,) = found
     steps = 4 * len(engine.optimizer.state)  # one step counter per parameter

@@ -51,14 +51,16 @@ def evaluate(
     """The validation loss and the number of forward passes, with 6 and 5 samples and with none."""
     found = []
     run = run_of(world, shards, *overrides)
-    with open_state(run, rank, world) as (state, source):
+    with open_state(run, rank, world) as (state, data):
         calls: list[object] = []
         model = state.engine.inference_model
         assert isinstance(model, torch.nn.Module)
         model.register_forward_pre_hook(lambda *_: calls.append(None))
         for samples in (6, 5, 0):
             train = run.train.model_copy(update={"eval_samples": samples})
-            evaluation = Evaluation(state.engine, source, train, CPU, state.mesh, torch.no_grad)
+            evaluation = Evaluation(
+                state.engine, data.source, train, CPU, state.mesh, torch.no_grad
+            )
             assert len(evaluation.samples) == samples
             calls.clear()
             found.append((evaluation.loss(StopRequests(None)), len(calls)))
@@ -82,9 +84,9 @@ def evaluate(
 def test_ranks_share_the_samples_and_find_the_loss_of_one_process(
     ranks: Ranks, shards: Path, world: int, layout: list[str], passes: tuple[int, int]
 ) -> None:
-    with open_state(run_of(1, str(shards))) as (state, source), torch.no_grad():
-        samples = source.validation_samples(6)
-        batches = [collate([sample], CPU) for sample in samples]
+    with open_state(run_of(1, str(shards))) as (state, data), torch.no_grad():
+        samples = data.source.validation_samples(6)
+        batches = [collate([sample]) for sample in samples]
         losses = [float(state.engine.model(batch.tokens, batch.targets)) for batch in batches]
     counts = [int((batch.targets >= 0).sum()) for batch in batches]
     assert len(set(counts)) > 1
@@ -96,12 +98,12 @@ def test_ranks_share_the_samples_and_find_the_loss_of_one_process(
 
 
 def test_a_stop_request_cuts_the_sample_short(shards: Path) -> None:
-    with open_state(run_of(1, str(shards)), 0, 1) as (state, source):
+    with open_state(run_of(1, str(shards)), 0, 1) as (state, data):
         texts = []
         for stop_after in (3, 10):
             asked = iter(range(100))
             text = sample_text(
-                state.engine.inference_model, source, "the ", 0, CPU,
+                state.engine.inference_model, data.source, "the ", 0, CPU,
                 Reporter(steps=1, done=1, silent=True),
                 should_stop=lambda asked=asked, last=stop_after: next(asked) == last,
             )  # fmt: skip

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from longspan.checkpoint import load, open_checkpoint
+from longspan.data.prefetch import Prefetcher, StepData
 from longspan.engines import native
 from longspan.errors import Diverged
 from longspan.parallel.world import World
@@ -23,15 +24,21 @@ SHORT = ["train.global_batch=2", "model.layers=1", "train.schedule=constant", "c
 
 
 def train_with_bad_samples(
-    rank: int, world: int, run_dir: str, options: list[str], samples: set[int], factor: float
+    rank: int,
+    world: int,
+    run_dir: str,
+    options: list[str],
+    samples: set[int],
+    factor: float,
+    prefetches: bool = True,
 ) -> list[list[int]]:
     """Train with the gradients of steps on some samples multiplied; returns each step's samples."""
     seen: list[list[int]] = []
-    real_next, real_clip = TrainState.next_samples, native.clip_grad_norm
+    real_read, real_clip = Prefetcher.read, native.clip_grad_norm
 
-    def next_samples(state: TrainState, count: int) -> list[int]:
-        seen.append(real_next(state, count))
-        return seen[-1]
+    def read(data: Prefetcher, indices: list[int], following: list[int]) -> StepData:
+        seen.append(indices)
+        return real_read(data, indices, following if prefetches else [])
 
     def clip(model: Any, *arguments: Any) -> Any:
         if samples & set(seen[-1]):
@@ -39,12 +46,12 @@ def train_with_bad_samples(
                 parameter.grad *= factor
         return real_clip(model, *arguments)
 
-    TrainState.next_samples, native.clip_grad_norm = next_samples, clip  # type: ignore[method-assign]
+    Prefetcher.read, native.clip_grad_norm = read, clip  # type: ignore[method-assign,assignment]
     try:
         run = run_of(world, *SHORT, *options)
         train(run, Path(run_dir), world=World(rank, world, rank))
     finally:
-        TrainState.next_samples, native.clip_grad_norm = real_next, real_clip  # type: ignore[method-assign]
+        Prefetcher.read, native.clip_grad_norm = real_read, real_clip  # type: ignore[method-assign]
     return seen
 
 
@@ -105,7 +112,11 @@ def test_a_resumed_run_skips_them_too(tmp_path: Path) -> None:
     stopped = [*ROLLBACK, "train.steps=6"]
     train_with_bad_samples(0, 1, str(tmp_path / "resumed"), stopped, bad, torch.nan)
     train(run_of(1, *SHORT, *ROLLBACK), tmp_path / "resumed", resume=True)
-    assert same(tensors(tmp_path / "whole", 7), tensors(tmp_path / "resumed", 7))
+    whole = tensors(tmp_path / "whole", 7)
+    assert same(whole, tensors(tmp_path / "resumed", 7))
+    # Nor do samples that were read ahead before the rollback get into it.
+    train_with_bad_samples(0, 1, str(tmp_path / "a"), ROLLBACK, bad, torch.nan, prefetches=False)
+    assert same(whole, tensors(tmp_path / "a", 7))
 
 
 def test_skipped_samples_are_left_out() -> None:

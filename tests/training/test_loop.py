@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,24 @@ def test_resume_refuses_other_data_and_another_model(shards: Path, tmp_path: Pat
     ]:
         with pytest.raises(UserError, match=message):
             train(small_run(shards, change), tmp_path / "run", resume=True)
+
+
+def test_a_sample_that_cannot_be_read_ends_the_run_with_its_message(
+    shards: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(shards, tmp_path / "copy")
+    index = copy / "index.json"
+    index.write_text(index.read_text().replace('"vocab":256', '"vocab":127'))
+    with (copy / "train-00000.bin").open("r+b") as file:
+        file.seek(1000)
+        file.write(b"\x7f")
+    run = small_run(copy, "train.steps=200")
+    with pytest.raises(
+        UserError, match="the data contains token 127, but its vocabulary size is 127"
+    ):
+        train(run, tmp_path / "run")
+    assert len(losses(tmp_path / "run")) > 1  # other samples were read before
+    assert not [t for t in threading.enumerate() if t.name.startswith("longspan-data")]
 
 
 def test_a_prompt_that_cannot_be_encoded_is_refused_before_training(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from rich.table import Table
 
 from longspan.benchmarks.measure import machine, open_console, require_cuda, write_json
 from longspan.config import Run
-from longspan.data import open_source
+from longspan.data import Prefetcher, open_source
 from longspan.device import autocast, resolve
 from longspan.engines import open_engine
 from longspan.errors import UserError
@@ -81,9 +81,10 @@ def _measure(run: Run, world: int) -> tuple[int, int]:
         context = partial(autocast, run.train)
         engine = open_engine(run, mesh, device, context)
         state = TrainState(engine, mesh, Guard(0.0, device))
-        for _ in range(3):
-            torch.cuda.reset_peak_memory_stats()
-            train_step(state, source, run.train, device)
+        with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
+            for _ in range(3):
+                torch.cuda.reset_peak_memory_stats()
+                train_step(state, data, run.train, device)
         peak = torch.cuda.max_memory_allocated() - before
         return peak, torch.cuda.memory_allocated() - before
 

@@ -1,5 +1,6 @@
 """Training data: token shards on disk, sources of samples, and their stateless shuffling."""
 
+from longspan.data.prefetch import Prefetcher
 from longspan.data.source import (
     Baseline,
     Batch,
@@ -10,4 +11,13 @@ from longspan.data.source import (
     open_source,
 )
 
-__all__ = ["Baseline", "Batch", "Sample", "Source", "collate", "count_targets", "open_source"]
+__all__ = [
+    "Baseline",
+    "Batch",
+    "Prefetcher",
+    "Sample",
+    "Source",
+    "collate",
+    "count_targets",
+    "open_source",
+]

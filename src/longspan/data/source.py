@@ -56,6 +56,20 @@ class Batch:
     tokens: Tensor
     targets: Tensor
 
+    def split(self, size: int) -> list[Batch]:
+        """Split into batches of at most `size` samples."""
+        starts = range(0, len(self.tokens), size)
+        return [Batch(self.tokens[i : i + size], self.targets[i : i + size]) for i in starts]
+
+    def pin_memory(self) -> Batch:
+        """Copy to page-locked host memory, from which copies to a GPU are asynchronous."""
+        return Batch(self.tokens.pin_memory(), self.targets.pin_memory())
+
+    def to(self, device: torch.device) -> Batch:
+        """Copy to a device, asynchronously from pinned memory."""
+        tokens, targets = (x.to(device, non_blocking=True) for x in (self.tokens, self.targets))
+        return Batch(tokens, targets)
+
 
 @dataclass(frozen=True)
 class Baseline:
@@ -261,12 +275,12 @@ def open_source(data: Data, model: Model) -> Source:
     return source
 
 
-def collate(samples: Sequence[Sample], device: torch.device) -> Batch:
-    """Stack samples into tensors of shape (batch, context) on `device`."""
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Stack samples into tensors of shape (batch, context) in host memory."""
     import torch  # late: `longspan data` makes no tensor
 
     tokens, targets = (
-        torch.from_numpy(np.stack([getattr(sample, name) for sample in samples])).to(device)
+        torch.from_numpy(np.stack([getattr(sample, name) for sample in samples]))
         for name in ("tokens", "targets")
     )
     return Batch(tokens, targets)

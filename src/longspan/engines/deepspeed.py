@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from longspan.attention import KVCache
 from longspan.checkpoint import Region, TensorShard
 from longspan.config import Train
-from longspan.data import Sample, collate
+from longspan.data import Batch
 from longspan.engines.agreement import Settings
 from longspan.engines.deepspeed_internals import Fragment, ZeroPartitions, silence
 from longspan.engines.loss_scale import LossScale
@@ -115,17 +115,18 @@ class DeepSpeedEngine:
     def inference_model(self) -> InferenceModel:
         return _Zero3Model(self.model, self._deepspeed) if self._stage == 3 else self.model
 
-    def backward(self, samples: list[Sample], scale: Tensor) -> Tensor:
-        total, size = torch.zeros((), device=self._device), self._micro_batch
+    def backward(self, batch: Batch, scale: Tensor) -> Tensor:
+        total = torch.zeros((), device=self._device)
         factor = self._scale.factor
         if self._stage > 0 and self._scale.enabled:  # DeepSpeed scales the loss
             self._partitions.set_loss_scale(factor)
             factor = 1.0
-        for start in range(0, len(samples), size):
-            batch = collate(samples[start : start + size], self._device)
-            self._engine.set_gradient_accumulation_boundary(start + size >= len(samples))
+        micro_batches = batch.split(self._micro_batch)
+        for index, micro_batch in enumerate(micro_batches, start=1):
+            self._engine.set_gradient_accumulation_boundary(index == len(micro_batches))
+            local = micro_batch.to(self._device)
             with self._forward_context():
-                loss = self._engine(batch.tokens, batch.targets) * scale
+                loss = self._engine(local.tokens, local.targets) * scale
             # `scale` is that of the whole step, not of a micro-batch.
             self._engine.backward(loss * factor, scale_wrt_gas=False)
             total += loss.detach()

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longspan.checkpoint import Region, TensorShard
 from longspan.config import Layout, Train
-from longspan.data import Sample, collate
+from longspan.data import Batch
 from longspan.engines.loss_scale import grad_scaler
 from longspan.engines.optimizer import (
     load_optimizer_tensor,
@@ -69,22 +69,23 @@ class NativeEngine:
     def inference_model(self) -> InferenceModel:
         return self.module if isinstance(self.module, PipelinedDecoder) else self.model
 
-    def backward(self, samples: list[Sample], scale: Tensor) -> Tensor:
+    def backward(self, batch: Batch, scale: Tensor) -> Tensor:
         if isinstance(self.module, PipelinedDecoder):
             scaled = self.scaler.scale(scale)
-            return self.module.backward(*self._batch(samples), scaled) / (scaled / scale)
-        total, size = torch.zeros((), device=self._device), self._micro_batch
-        for start in range(0, len(samples), size):
-            with self._gradient_sync(is_last=start + size >= len(samples)):
+            return self.module.backward(*self._local(batch), scaled) / (scaled / scale)
+        total = torch.zeros((), device=self._device)
+        micro_batches = batch.split(self._micro_batch)
+        for index, micro_batch in enumerate(micro_batches, start=1):
+            with self._gradient_sync(is_last=index == len(micro_batches)):
                 with self._forward_context():
-                    loss: Tensor = self.module(*self._batch(samples[start : start + size])) * scale
+                    loss: Tensor = self.module(*self._local(micro_batch)) * scale
                 self._backward(self.scaler.scale(loss))
             total += loss.detach()
         return total
 
-    def _batch(self, samples: list[Sample]) -> tuple[Tensor, Tensor]:
-        """This rank's tokens and targets (batch, tokens)."""
-        batch = collate(samples, self._device)
+    def _local(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """This rank's tokens and targets (batch, tokens), on its device."""
+        batch = batch.to(self._device)
         return local_tokens(self.model, batch.tokens), local_tokens(self.model, batch.targets)
 
     @contextmanager

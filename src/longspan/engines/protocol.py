@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from longspan.attention import KVCache
 from longspan.checkpoint import Region, TensorShard
-from longspan.data import Sample
+from longspan.data import Batch
 from longspan.models import Decoder
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
@@ -55,8 +55,11 @@ class Engine(Protocol):
         """What evaluation and sampling call."""
         ...
 
-    def backward(self, samples: list[Sample], scale: Tensor) -> Tensor:
-        """Compute gradients of scale · loss over this rank's samples; returns scale · loss."""
+    def backward(self, batch: Batch, scale: Tensor) -> Tensor:
+        """Compute gradients of scale · loss over this rank's samples; returns scale · loss.
+
+        `batch` holds all micro-batches of a step, in host memory.
+        """
         ...
 
     def step(self, must_skip: StepCheck) -> Tensor:

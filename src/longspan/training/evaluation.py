@@ -113,7 +113,7 @@ def loss_sum(
             fault_point("evaluation")
             if should_stop():
                 return None
-            batch = collate(samples[start : start + micro_batch], device)
+            batch = collate(samples[start : start + micro_batch]).to(device)
             total += model(select_tokens(batch.tokens), select_tokens(batch.targets))
     return total
 

@@ -17,7 +17,7 @@ from torch import nn
 from longspan.checkpoint import CHECKPOINTS
 from longspan.config import Run
 from longspan.costs import count_parameters
-from longspan.data import Source, open_source
+from longspan.data import Prefetcher, Source, open_source
 from longspan.derived import derived_values
 from longspan.device import autocast, choose_device, resolve
 from longspan.engines import open_engine
@@ -135,6 +135,7 @@ def _train(
         Watchdog(run_dir, mesh.world, settings.hang_timeout_s, state.step) as watchdog,
         MetricsFile(run_dir / "metrics.jsonl" if is_main else None, step=state.step) as metrics,
         Reporter(steps=settings.steps, done=state.step, silent=not is_main) as reporter,
+        Prefetcher(source, settings.seed, mesh.local_samples, device) as data,
     ):
         reporter.print(
             f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
@@ -153,7 +154,7 @@ def _train(
         saver = Saver(checkpoints, run.checkpoint, mesh, reporter.print)
         ended = state.step >= settings.steps
         while not ended:
-            loss, grad_norm = train_step(state, source, settings, device)
+            loss, grad_norm = train_step(state, data, settings, device)
             fault_point("step")
             meter.add(loss)
             stops, saves, *report = all_reduce_any(mesh, *requests.poll(), *saver.report())

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from longspan.config import Train
-from longspan.data import Source
+from longspan.data import Prefetcher
 from longspan.device import autocast
 from longspan.engines.optimizer import set_learning_rate
 from longspan.faults import fault_point, injects_nan
@@ -29,7 +29,7 @@ def forward_context(train: Train) -> Iterator[None]:
 
 
 def train_step(
-    state: TrainState, source: Source, train: Train, device: torch.device
+    state: TrainState, data: Prefetcher, train: Train, device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Take one optimizer step; returns its loss per token and its gradient norm before clipping.
 
@@ -38,14 +38,14 @@ def train_step(
     """
     mesh, engine = state.mesh, state.engine
     fault_point("data")
-    indices = state.next_samples(train.global_batch)
-    targets = max(1, sum(source.num_targets(train.seed, index) for index in indices))
+    ahead = state.next_samples(2 * train.global_batch)
+    indices, following = ahead[: train.global_batch], ahead[train.global_batch :]
+    batch, targets = data.read(indices, following)
     set_learning_rate(engine.optimizer, learning_rate(train, state.step))
-    samples = [source.sample(train.seed, index) for index in mesh.local_samples(indices)]
     fault_point("backward")
     # DDP and FSDP average gradients over ranks, and they should be summed.
-    scale = math.nan if injects_nan(state.step + 1) else mesh.gradient_ranks / targets
-    loss = engine.backward(samples, torch.tensor(scale, device=device))
+    scale = math.nan if injects_nan(state.step + 1) else mesh.gradient_ranks / max(1, targets)
+    loss = engine.backward(batch, torch.tensor(scale, device=device))
     loss /= mesh.gradient_ranks
     all_reduce_loss(mesh, loss)
     fault_point("gradient norm")
