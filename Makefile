@@ -25,8 +25,8 @@ fuzz: $(VENV)/.development
 	LONGSPAN_FUZZ_CASES=10000 $(BIN)/python -m pytest tests/test_security.py
 
 drill: $(VENV)/.development
-	$(BIN)/longspan drill examples/drill.toml --nproc 2 --faults 20 --seed 7
-	$(BIN)/longspan drill examples/drill.toml --nproc 4 --faults 20 --seed 8
+	$(BIN)/longspan drill --nproc 2 --faults 20 --seed 7
+	$(BIN)/longspan drill --nproc 4 --faults 20 --seed 8
 
 # Under torchrun: a worker is killed in every start, a node rejoins, the rendezvous host is lost.
 elastic: $(VENV)/.development

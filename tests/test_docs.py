@@ -17,6 +17,7 @@ from longspan.cli import main
 from longspan.cli.arguments import parse
 from longspan.config import Section, Sketch
 from longspan.runfile import SECTIONS, load_run
+from longspan.wording import toml_value
 from tests.harness import Ranks
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +29,7 @@ def reference(name: str, section: type[Section]) -> str:
     rows = [f"### [{name}]", "", "| key | default | meaning |", "| --- | --- | --- |"]
     for key, field in section.model_fields.items():
         empty = field.default in (None, (), {}) or isinstance(field.default, Section)
-        default = "" if empty else f"`{field.default!r}`".replace("'", '"')
+        default = "" if empty else f"`{toml_value(field.default)}`"
         meaning = " ".join((field.description or "").split())
         assert meaning, f"{name}.{key} has no description"
         rows.append(f"| `{key}` | {default} | {meaning} |")

@@ -11,15 +11,14 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import main
+from longspan.config import Run
 from longspan.faults import FAULT, FAULT_LOG
-
-DRILL = str(Path(__file__).parents[1] / "examples" / "drill.toml")
 
 
 def test_a_short_drill(capsys: pytest.CaptureFixture[str]) -> None:
     """The seed kills rank 0 while it removes a checkpoint and damages the newest one."""
     options = ["train.steps=16", "checkpoint.every=2", "--nproc", "2", "--faults", "1"]
-    code = main(["drill", DRILL, *options, "--seed", "9", "--json"])
+    code = main(["drill", *options, "--seed", "9", "--json"])
     output = capsys.readouterr()
     report = json.loads(output.out)
     assert "fault 1 of 1: kill rank 0, pruning; flip a byte\n" in output.err
@@ -46,6 +45,27 @@ def test_a_fault_is_injected_at_its_point(tmp_path: Path, action: str) -> None:
 
 
 def test_an_invalid_drill_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["drill", DRILL, "--faults", "0"]) == 2
-    assert main(["drill", DRILL, "checkpoint.every=0"]) == 2
+    assert main(["drill", "--faults", "0"]) == 2
+    assert main(["drill", "--nproc", "0"]) == 2
+    assert main(["drill", "checkpoint.every=0"]) == 2
     assert "a drill needs checkpoint.every of at least 2" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world"),
+    [([], 2), (["layout.pipeline=4"], 4), (["--nproc", "3"], 3), (["--nproc", "1"], 1)],
+)
+def test_a_drill_needs_no_run_file(
+    monkeypatch: pytest.MonkeyPatch, arguments: list[str], world: int
+) -> None:
+    class Accepted(Exception):
+        pass
+
+    def accept(folder: Path, run: Run, nproc: int, *_: object) -> None:
+        assert nproc == world
+        run.layout.resolve(world)
+        raise Accepted
+
+    monkeypatch.setattr("longspan.drill._Drill", accept)
+    with pytest.raises(Accepted):
+        main(["drill", *arguments])

@@ -9,18 +9,19 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "longspan"
 GROUND = {"dtypes", "errors", "faults", "files", "hardware", "hashing", "presets"}
-GROUND |= {"vocabulary", "checks", "constants", "progress", "torch_internals"}
+GROUND |= {"vocabulary", "checks", "constants", "progress", "torch_internals", "wording"}
 """Plain modules that anyone may import and that import no room."""
 
 MODEL = {"attention", "nn", "sketching", "models", "config", "costs"}
 RUN = {"config", "derived", "device", "runfile", "data", "checkpoint", "tracking"}
 MAY_IMPORT = {
     "config": set(),
+    "builtin": {"config"},
     "costs": {"config"},
     "derived": {"config", "costs"},
     "rules": {"config", "costs"},
     "hf_config": {"config"},
-    "runfile": {"config", "hf_config", "rules"},
+    "runfile": {"builtin", "config", "hf_config", "rules"},
     "device": {"config"},
     "init": {"config", "costs", "data", "device", "runfile"},
     "attention": {"config"},

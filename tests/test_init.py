@@ -77,7 +77,13 @@ def test_a_new_run_file_trains(capsys: pytest.CaptureFixture[str]) -> None:
     for line in (line for line in written.splitlines() if re.match(r"\w+ = [^\[]", line)):
         assert f"\n{line}\n" in shown
 
-    short = ["train.steps=2", "train.eval_samples=1", "data.context=256", "track.prompt="]
+    short = [
+        "train.steps=2",
+        "train.warmup_steps=1",
+        "train.eval_samples=1",
+        "data.context=256",
+        "track.prompt=",
+    ]
     assert main(["train", "run.toml", *short, "--run-dir", "run"]) == 0
 
     assert main(["init", "--preset", "125m"]) == 2

@@ -15,10 +15,12 @@ from longspan.errors import UserError
 from longspan.runfile import dump_run, load_run, parse_run
 
 
-def problems(*overrides: str, tables: dict[str, object] | None = None) -> dict[str, str]:
+def problems(
+    *overrides: str, tables: dict[str, object] | None = None, world: int = 1
+) -> dict[str, str]:
     """Return path and message of each problem of the built-in run with these overrides."""
     with pytest.raises(UserError) as error:
-        parse_run(tables) if tables else load_run(None, overrides)
+        parse_run(tables) if tables else load_run(None, overrides, world=world)
     lines = str(error.value).splitlines()[1:]
     return {line.split()[0]: line.strip().split(maxsplit=1)[1] for line in lines}
 
@@ -63,16 +65,16 @@ def test_all_problems_are_reported_at_once_with_path_and_fix() -> None:
         "checkpoint.keep=0",
     )
     assert found == {
-        "trian": "unknown section; did you mean 'train'?",
-        "model.headz": "unknown key; did you mean 'heads'?",
+        "trian": "unknown section; did you mean [train]?",
+        "model.headz": "unknown key; did you mean model.heads?",
         "model.warmup_steps": "unknown key; did you mean train.warmup_steps?",
-        "attention.kind": "expected 'dense', 'dilated' or 'block_sparse', got 'dilted'; "
-        "did you mean 'dilated'?",
-        "data.context": "expected a valid integer, got 'many'; the default is 4096",
-        "train.steps": "expected a valid integer, got 1.5; the default is 200",
-        "train.lr": "expected a number greater than 0, got -1; the default is 0.001",
-        "train.compile": "expected 'auto', True or False, got 'maybe'",
-        "checkpoint.keep": "expected a number greater than or equal to 1, got 0; the default is 2",
+        "attention.kind": 'expected "dense", "dilated" or "block_sparse", got "dilted"; '
+        'did you mean "dilated"?',
+        "data.context": 'expected an integer, got "many"; without the override it is 4096',
+        "train.steps": "expected an integer, got 1.5; without the override it is 400",
+        "train.lr": "expected a number greater than 0, got -1; without the override it is 0.0025",
+        "train.compile": 'expected "auto", true or false, got "maybe"; the default is "auto"',
+        "checkpoint.keep": "expected at least 1, got 0; without the override it is 2",
     }
 
 
@@ -90,7 +92,9 @@ def test_all_problems_are_reported_at_once_with_path_and_fix() -> None:
             "train.decay_steps",
             "more than train.steps = 400",
         ),
-        (["layout.tensor=2"], "layout", "tensor 2 needs 2 processes, but there are 1"),
+        (["train.warmup_steps=500"], "train.warmup_steps", "500 is more than train.steps = 400"),
+        (["layout.tensor=2"], "layout", "a multiple of 2 processes, but there is 1: change"),
+        (["layout.tensor=2", "layout.shard=1"], "layout", "tensor 2 needs 2 processes, but"),
         (["layout.tensor=-1"], "layout", "only one axis can be -1"),
         (["layout.tensor=0"], "layout", "tensor must be at least 1, or -1"),
         (["attention.kind=dense", "attention.dilation_rates=[1]"], "attention", "remove it"),
@@ -107,8 +111,8 @@ def test_all_problems_are_reported_at_once_with_path_and_fix() -> None:
         ),
         (["train.precision=fp16", "train.device=cpu"], "train.precision", "needs a GPU"),
         (["model.sketch.keep=0.4"], "model.sketch", "remove it, or set model.linear"),
-        (["model.linear=sketched", "model.sketch.kep=1"], "model.sketch.kep", "mean 'keep'?"),
-        (["model.linear=sketched", "model.sketch.rank=0"], "model.sketch.rank", "equal to 1"),
+        (["model.linear=sketched", "model.sketch.kep=1"], "model.sketch.kep", "mean keep?"),
+        (["model.linear=sketched", "model.sketch.rank=0"], "model.sketch.rank", "at least 1"),
         (["model.linear=sketched", "model.sketch=4"], "model.sketch", "a table [model.sketch]"),
         (
             ["model.linear=low_rank", "model.sketch.terms=2"],
@@ -125,7 +129,7 @@ def test_all_problems_are_reported_at_once_with_path_and_fix() -> None:
             "train.init_from",
             "convert the trained run with longspan sketch",
         ),
-        (["engine.name=deepsped"], "engine.name", "did you mean 'deepspeed'?"),
+        (["engine.name=deepsped"], "engine.name", 'did you mean "deepspeed"?'),
         (["engine.name=deepspeed", "layout.offload=true"], "layout.offload", "needs engine.name"),
         (["engine.name=deepspeed", "train.optimizer=adamw8bit"], "train.optimizer", "native"),
         (["engine.name=deepspeed", "train.compile=true"], "train.compile", "ZeRO-3 hooks"),
@@ -168,7 +172,11 @@ def test_a_section_that_is_not_a_table_is_reported() -> None:
         ("run.yaml", "a: " + "[" * 999, "is not valid YAML"),
         ("run.yaml", "a: 2024-13-45", "is not valid YAML"),
         ("run.yaml", "train: &a {x: *a}", "is not valid YAML"),
-        ("run.yaml", "1: 2", "unknown section"),
+        ("run.yaml", "1: 2", "unknown section; the sections are model, attention"),
+        ("run.toml", "steps = 2", r"unknown section; did you mean train\.steps\?"),
+        ("run.toml", "[train]\nsteps = 2\nsteps = 3", "is not valid TOML: Cannot overwrite"),
+        ("run.yaml", "train:\n  steps: 2\n  steps: 3", "the key steps occurs twice"),
+        ("run.toml", "[train]\nsteps = 7\nwarmup_steps = 8", "8 is more than train.steps = 7"),
     ],
 )
 def test_invalid_files_are_rejected(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -194,6 +202,87 @@ def test_malformed_overrides_are_rejected(override: str) -> None:
         load_run(None, [override])
 
 
+@pytest.mark.parametrize(
+    ("overrides", "path", "message"),
+    [
+        # The value that applies instead: of the preset, or what follows from other keys.
+        (["model.preset=125m", "model.layers=x"], "model.layers", "; the default is 12"),
+        (["model.preset=350m", "model.ffn=x"], "model.ffn", "; the default is 2816"),
+        (["model.heads=2", "model.kv_heads=x"], "model.kv_heads", "; the default is 2"),
+        (["train.steps=7", "train.warmup_steps=x"], "train.warmup_steps", "override it is 20"),
+        (
+            ["model.tie_embeddings=1"],
+            "model.tie_embeddings",
+            "or false, got 1; the default is true",
+        ),
+        # What was meant.
+        (['train.steps="100"'], "train.steps", 'integer, got "100"; did you mean 100?'),
+        (["train.compile=True"], "train.compile", 'false, got "True"; did you mean true?'),
+        (["train.halve_on_oom=True"], "train.halve_on_oom", 'got "True"; did you mean true?'),
+        (["train.precision=BF16"], "train.precision", 'got "BF16"; did you mean "bf16"?'),
+        (['layout.zero="3"'], "layout.zero", 'expected 0, 1, 2 or 3, got "3"; did you mean 3?'),
+        (["train.steps="], "train.steps", 'expected an integer, got ""; without'),
+        (["train.lr=nan"], "train.lr", "expected a finite number, got nan; without"),
+        (["data.source="], "data.source", "expected a string of at least 1 character"),
+        (["attention.segment_lengths=8"], "attention.segment_lengths", "expected a list, got 8"),
+        # One mistake is one problem.
+        (["model.preset=125M"], "model.preset", 'got "125M"; did you mean "125m"?'),
+        (["model.preset=3"], "model.preset", 'got 3; without the override it is "tiny"'),
+        (["model.heads=0"], "model.heads", "expected at least 1, got 0; the default is 4"),
+        (["model.hidden=many"], "model.hidden", 'got "many"; the default is 128'),
+        (["layout.shard=2", "track.log_every=0"], "track.log_every", "expected at least 1"),
+    ],
+)
+def test_a_wrong_value_is_one_problem_with_what_applies_or_was_meant(
+    overrides: list[str], path: str, message: str
+) -> None:
+    found = problems(*overrides, world=2 if "layout.shard=2" in overrides else 1)
+    assert list(found) == [path]
+    assert message in found[path]
+
+
+def test_a_file_keeps_its_value_without_the_override(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\nlayers = "x"\n[train]\nsteps = 2000\n')
+    with pytest.raises(UserError) as error:
+        load_run(file, ["train.steps=0"])
+    assert "got 0; without the override it is 2000" in str(error.value)
+    assert 'got "x"; the default is 2' in str(error.value)
+
+
+def test_a_whole_float_is_an_integer(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 1e3\n[layout]\nzero = 2.0\n")
+    (tmp_path / "run.yaml").write_text("train: {steps: 1e3}\nlayout: {zero: 2.0}\n")
+    run = load_run(tmp_path / "run.toml")
+    assert run == load_run(tmp_path / "run.yaml")
+    assert (run.train.steps, run.layout.zero) == (1000, 2)
+    assert isinstance(run.train.steps, int)
+    override = load_run(None, ["attention.segment_lengths=[1e3]", "attention.dilation_rates=[1.0]"])
+    assert override.attention.segment_lengths == (1000,)
+    assert "expected at most" in problems("train.steps=1e300")["train.steps"]
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf[train]\r\nsteps = 5\r\n")
+    assert load_run(tmp_path / "run.toml").train.steps == 5
+
+
+def test_a_folder_is_not_a_run_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is a folder, not a run file"):
+        load_run(tmp_path)
+    (tmp_path / "run.toml").touch()
+    with pytest.raises(UserError, match="--resume"):
+        load_run(tmp_path)
+
+
+def test_the_default_warmup_is_never_longer_than_the_run(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text("[train]\nsteps = 7\n")
+    assert load_run(tmp_path / "run.toml").train.warmup_steps == 7
+    for builtin in ("cpu", "cuda"):
+        assert load_run(None, ["train.steps=10"], builtin=builtin).train.warmup_steps == 10
+    assert load_run(None, builtin="cuda").train.warmup_steps == 50
+
+
 def test_the_run_is_frozen() -> None:
     run = load_run(None)
     with pytest.raises(ValueError, match="frozen"):
@@ -209,7 +298,7 @@ def test_an_axis_of_minus_one_takes_the_remaining_devices() -> None:
         "tensor": 2,
         "pipeline": 1,
     }
-    with pytest.raises(ValueError, match="needs 4 processes, but there are 6"):
+    with pytest.raises(ValueError, match="needs a multiple of 4 processes, but there are 6"):
         layout.resolve(6)
 
 
@@ -218,6 +307,9 @@ def test_derived_values_are_shown() -> None:
     derived = derived_values(run, run.layout.resolve(1))
     assert derived["batch"] == "8 = micro-batch 2 × gradient accumulation 4 × data-parallel 1"
     assert derived["tokens"] == "8,192 per step × 400 steps = 3,276,800"
+    one = load_run(None, ["train.steps=1"])
+    assert "× 1 step =" in derived_values(one, one.layout.resolve(1))["tokens"]
+    assert derived_values(one, one.layout.resolve(1))["learning rate"].endswith(" 1 warmup step")
 
 
 def test_schema_describes_every_key() -> None:

@@ -17,7 +17,6 @@ SMALL = [
     "data.source=recall",
     "data.context=64",
     "data.recall_pairs=4",
-    "train.global_batch=4",
 ]
 
 
@@ -40,13 +39,15 @@ def test_a_correct_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "got a layout of 1: set an axis, for example layout.shard=2"),
+        ([], "at least 2 processes with one, got 1: set an axis, for example layout.shard=2"),
+        (["--nproc", "0"], "at least 2 processes with one, got 0"),
+        (["layout.shard=4", "--nproc", "3"], "shard 4 needs 4 processes, but there are 3"),
         (
             ["layout.shard=2", "layout.tensor=2", "train.precision=fp16"],
             '"fp16" is not supported with layout.tensor > 1',
         ),
         (["layout.shard=2", "--steps", "0"], "--steps must be at least 1, got 0"),
-        (["layout.shard=3"], "× 3 data-parallel ranks: use 6"),
+        (["layout.shard=3", "train.global_batch=4"], "× 3 data-parallel ranks: use 6"),
         (["layout.sequence=3"], "layout.sequence  3 does not divide data.context"),
     ],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+from longspan.wording import counted
+
 
 def branch_problems(segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...]) -> list[str]:
     """Return why these cannot be the branches of a dilated pattern."""
@@ -47,8 +49,13 @@ def layout_problems(ranks: Mapping[str, int], world: int) -> list[str]:
     fixed = math.prod(n for n in ranks.values() if n > 0)
     if world % fixed or (not rest and fixed != world):
         product = " × ".join(f"{axis} {n}" for axis, n in ranks.items() if n > 1)
+        needed = f"a multiple of {fixed} processes" if rest else counted(fixed, "process")
+        there = "there is 1" if world == 1 else f"there are {world}"
         return [
-            f"{product or 'one rank per axis'} needs {fixed} processes, but there are {world}: "
-            "change the layout or the number of processes"
+            f"{product or 'one rank per axis'} needs {needed}, but {there}: change the layout, or "
+            f"start {fixed} processes, as with --nproc {fixed}"
+            if fixed > 1
+            else f"one rank per axis needs 1 process, but {there}: set an axis, such as "
+            f"layout.shard={world}"
         ]
     return []

@@ -10,15 +10,22 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from longspan import presets
 from longspan.checks import layout_problems
 
+
+def _as_integer(value: Any) -> Any:
+    """Accept 1e3 and 1000.0 where an integer is expected."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
 MAX_INT = 1 << 48  # larger counts would overflow somewhere below
-Positive = Annotated[int, Field(ge=1, le=MAX_INT)]
-NonNegative = Annotated[int, Field(ge=0, le=MAX_INT)]
-Ranks = Annotated[int, Field(ge=-1, le=MAX_INT)]
+Integer = Annotated[int, BeforeValidator(_as_integer)]
+Positive = Annotated[Integer, Field(ge=1, le=MAX_INT)]
+NonNegative = Annotated[Integer, Field(ge=0, le=MAX_INT)]
+Ranks = Annotated[Integer, Field(ge=-1, le=MAX_INT)]
 Integers = Annotated[tuple[Positive, ...], Field(strict=False)]  # TOML has lists, not tuples
 
 
@@ -36,12 +43,12 @@ class Sketch(Section):
     keep: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Fraction of a dense layer's parameters that each layer stores, unless `rank` or `ranks` sets
     its rank."""
-    rank: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    rank: Annotated[Integer, Field(ge=1, le=1 << 20)] | None = None
     """Sets the rank of each term, for all layers."""
-    ranks: dict[str, Annotated[int, Field(ge=0, le=1 << 20)]] = {}
+    ranks: dict[str, Annotated[Integer, Field(ge=0, le=1 << 20)]] = {}
     """Sets the rank of each term by a glob over layer names (`"blocks.*.mlp.*" = 48`); 0 keeps a
     layer dense."""
-    terms: Annotated[int, Field(ge=1, le=1 << 10)] = 1
+    terms: Annotated[Integer, Field(ge=1, le=1 << 10)] = 1
     """Number of sketched terms in a layer; l terms of rank k can represent what one term of rank l
     · k can."""
     layers: str = "*"
@@ -49,6 +56,11 @@ class Sketch(Section):
     dense."""
     seed: NonNegative = 0
     """Seed for the fixed random signs of sketched layers, which are not stored in checkpoints."""
+
+
+def default_ffn(hidden: int) -> int:
+    """Return the width of the MLP: 8/3 of `hidden`, rounded up to a multiple of 128."""
+    return max(1, -(-8 * hidden // 384) * 128)
 
 
 class Model(Section):
@@ -93,8 +105,9 @@ class Model(Section):
         base = presets.MODELS.get(preset, {}) if isinstance(preset, str) else {}
         filled = {**base, **given}
         filled.setdefault("kv_heads", filled.get("heads", 4))
-        if "ffn" not in filled and isinstance(hidden := filled.get("hidden"), int):
-            filled["ffn"] = max(1, -(-8 * hidden // 384) * 128)
+        hidden = _as_integer(filled.get("hidden"))
+        if "ffn" not in filled and isinstance(hidden, int):
+            filled["ffn"] = default_ffn(hidden)
         return filled
 
     @property
@@ -170,7 +183,7 @@ class Layout(Section):
     """Number of ranks that split each weight matrix (tensor parallelism)."""
     pipeline: Ranks = 1
     """Number of ranks that split the layers into stages (pipeline parallelism)."""
-    zero: Literal[0, 1, 2, 3] = 3
+    zero: Annotated[Literal[0, 1, 2, 3], BeforeValidator(_as_integer)] = 3
     """ZeRO stage of the `shard` axis: 1 shards the optimizer state, 2 also the gradients
     (SHARD_GRAD_OP), 3 also the parameters (FULL_SHARD); 0 shards nothing (NO_SHARD), and its ranks
     are replicas."""
@@ -235,7 +248,7 @@ class Train(Section):
     """Learning-rate schedule after the warmup; "wsd" (warmup-stable-decay) is constant, then decays
     linearly."""
     warmup_steps: NonNegative = 20
-    """Number of linear warmup steps."""
+    """Number of linear warmup steps; by default 20, or `steps` if those are fewer."""
     decay_steps: Positive | None = None
     """Number of final decay steps of the "wsd" schedule."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
@@ -285,6 +298,15 @@ class Train(Section):
     """Steps between evaluations; 0 evaluates only at the end."""
     eval_samples: Positive = 16
     """Number of validation sequences per evaluation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shorten_warmup(cls, given: Any) -> Any:
+        steps = _as_integer(given.get("steps")) if isinstance(given, Mapping) else None
+        if not isinstance(steps, int) or "warmup_steps" in given:
+            return given
+        default: int = cls.model_fields["warmup_steps"].default
+        return {**given, "warmup_steps": max(0, min(default, steps))}
 
     @property
     def peak_lr(self) -> float:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from longspan.config import BLOCK_SPARSE_KEYS, Attention, Model, Run
 from longspan.costs import linear_costs
 from longspan.vocabulary import MULTIPLE, is_folder, rounded_vocab, vocab_of_data
+from longspan.wording import counted
 
 
 def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
@@ -14,7 +15,7 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
     train, context = run.train, run.data.context
     data_parallel = ranks["replicate"] * ranks["shard"]
     accumulation = train.global_batch // (train.micro_batch * data_parallel)
-    tokens = train.global_batch * context
+    tokens, steps = train.global_batch * context, counted(train.steps, "step")
     linear = {} if run.model.linear == "dense" else {"linear layers": _linear_text(run.model)}
     data_vocab = {"vocabulary": _vocab_text(run)} if is_folder(run.data.source) else {}
     return {
@@ -24,9 +25,9 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
         f"RoPE theta {run.model.rope_theta_for(context):,.0f}",
         "batch": f"{train.global_batch} = micro-batch {train.micro_batch} × gradient accumulation "
         f"{accumulation} × data-parallel {data_parallel}",
-        "tokens": f"{tokens:,} per step × {train.steps:,} steps = {tokens * train.steps:,}",
+        "tokens": f"{tokens:,} per step × {steps} = {tokens * train.steps:,}",
         "learning rate": f"{train.peak_lr:g} peak, {train.schedule}, "
-        f"{train.warmup_steps} warmup steps",
+        f"{counted(train.warmup_steps, 'warmup step')}",
         "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items())
         + (f", ZeRO stage {run.layout.zero}" if ranks["shard"] > 1 else ""),
     }

@@ -27,9 +27,12 @@ from longspan.config import Run
 from longspan.errors import UserError
 from longspan.faults import FAULT, FAULT_LOG, LAUNCHER_PID, NAN_STEPS
 from longspan.progress import Progress
-from longspan.runfile import load_run
+from longspan.runfile import RUN_FILE, dump_run, load_run
 from longspan.tracking import read_metrics
+from longspan.wording import counted
 
+BUILTIN = "drill"
+"""The built-in run of a drill, small and quick: every fault costs a start."""
 POINTS = ("step", "staging", "writing", "commit", "pruning", "evaluation", "start")
 RANK_0_POINTS = ("commit", "pruning")
 DAMAGES = ("flip a byte", "truncate a file", "remove a file", "remove the manifest")
@@ -106,7 +109,8 @@ class Report:
         rows.append(f"skipped steps with NaN loss: {', '.join(map(str, self.nan_steps))}")
         rows += self.problems
         result = "same bytes as" if self.same_bytes else "DIFFERENT BYTES FROM"
-        rows.append(f"after {len(self.outcomes)} faults: {result} the run without faults")
+        after = counted(len(self.outcomes), "fault")
+        rows.append(f"after {after}: {result} the run without faults")
         return "\n".join(rows)
 
 
@@ -114,39 +118,38 @@ def drill(
     file: Path | None,
     overrides: Sequence[str],
     *,
-    builtin: str,
-    nproc: int,
+    nproc: int | None,
     faults: int,
     seed: int,
 ) -> Report:
-    """Inject `faults` faults into the run on `nproc` processes of this machine."""
-    if faults < 1 or nproc < 1:
-        raise UserError(f"--faults and --nproc must be at least 1, got {faults} and {nproc}")
+    """Inject `faults` faults into the run on `nproc` processes of this machine.
+
+    By default as many as its layout needs, and at least 2.
+    """
+    if faults < 1:
+        raise UserError(f"--faults must be at least 1, got {faults}")
+    if nproc is None:
+        nproc = max(2, load_run(file, overrides, builtin=BUILTIN, world=None).layout.min_world_size)
+    if nproc < 1:
+        raise UserError(f"--nproc must be at least 1, got {nproc}")
     settings = ["track.log_every=1", "track.prompt=", f"train.hang_timeout_s={HANG_TIMEOUT_S}"]
-    run = load_run(file, [*overrides, *settings], builtin=builtin, world=nproc)
+    run = load_run(file, [*overrides, *settings], builtin=BUILTIN, world=nproc)
     if run.checkpoint.every < 2 or run.train.steps < 2 * run.checkpoint.every:
         raise UserError(
             "a drill needs checkpoint.every of at least 2 and train.steps of at least twice that, "
             f"got {run.checkpoint.every} and {run.train.steps}"
         )
-    items = [*([str(file)] if file else []), *overrides, *settings]
     with tempfile.TemporaryDirectory(prefix="longspan-drill-") as folder, Progress() as progress:
-        rng = random.Random(seed)
-        return _Drill(Path(folder), items, run, nproc, rng, progress).report(faults)
+        return _Drill(Path(folder), run, nproc, random.Random(seed), progress).report(faults)
 
 
 class _Drill:
     def __init__(
-        self,
-        folder: Path,
-        items: list[str],
-        run: Run,
-        nproc: int,
-        rng: random.Random,
-        progress: Progress,
+        self, folder: Path, run: Run, nproc: int, rng: random.Random, progress: Progress
     ) -> None:
-        self._progress = progress
-        self._items, self._run, self._nproc, self._rng = items, run, nproc, rng
+        self._run, self._nproc, self._rng, self._progress = run, nproc, rng, progress
+        self._run_file = folder / RUN_FILE
+        self._run_file.write_text(dump_run(run), encoding="utf-8")
         self._reference, self._faulty = folder / "reference", folder / "faulty"
         self._checkpoints = self._faulty / CHECKPOINTS
         self._fault_log, self._console = folder / "fault", folder / "console"
@@ -157,7 +160,7 @@ class _Drill:
         self._nan_steps = sorted(rng.sample(steps, max(1, len(steps) // STEPS_PER_NAN)))
 
     def report(self, faults: int) -> Report:
-        self._progress.phase(f"training {self._run.train.steps} steps without faults")
+        self._progress.phase(f"training {counted(self._run.train.steps, 'step')} without faults")
         self._finish(self._reference)
         outcomes: list[Outcome] = []
         for number in range(1, faults + 1):
@@ -212,7 +215,7 @@ class _Drill:
         lost = max(0, at - self._resumable_step) if code != 0 else 0
         # An asynchronous save may have been in progress, and a damaged checkpoint does not count.
         if lost > self._run.checkpoint.every * (2 if fault.damage is None else 3):
-            self._problems.append(f"{fault}: {lost} steps lost")
+            self._problems.append(f"{fault}: {counted(lost, 'step')} lost")
         took = None if began is None or code is None else ended - began
         return Outcome(str(fault), code, at, None, lost, took, None)
 
@@ -283,7 +286,7 @@ class _Drill:
         resumes = (run_dir / "run.toml").exists()
         options = ["--nproc", str(self._nproc)] if self._nproc > 1 else []
         options += ["--resume" if resumes else "--run-dir", str(run_dir)]
-        command = [sys.executable, "-m", "longspan", "train", *self._items, *options]
+        command = [sys.executable, "-m", "longspan", "train", str(self._run_file), *options]
         nan_steps = {NAN_STEPS: ",".join(map(str, self._nan_steps))}
         with self._console.open("wb") as log:
             return subprocess.Popen(

@@ -8,20 +8,21 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
-from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import tomli_w
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from longspan import presets
+from longspan.builtin import follow, read_builtin
 from longspan.config import AXES, Model, Run, Section
 from longspan.errors import UserError
 from longspan.hf_config import LlamaConfig, read_llama_config
 from longspan.rules import Problem, check_rules
 from longspan.vocabulary import is_folder, rounded_vocab, vocab_of_data
+from longspan.wording import counted, toml_value
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -59,21 +60,38 @@ def load_run(
 
     The layout is checked for `world` processes; None skips that check.
     """
-    name = str(path) if path else f"built-in run {builtin!r}"
-    tables = _read(path) if path else _read_builtin(builtin)
-    overrides = list(overrides)
-    given = _override(tables, overrides)
-    if path is None and not any(text.startswith("model.vocab=") for text in overrides):
-        _drop_builtin_vocab(given)
-    return parse_run(given, name, world=world)
+    name = str(path) if path else f'built-in run "{builtin}"'
+    base = _read(path) if path else read_builtin(builtin)
+    changes = dict(map(_parse_override, overrides))
+    tables = _override(base, changes)
+    if path is None:
+        given = {".".join(keys) for keys in changes}
+        if "model.vocab" not in given:
+            _drop_builtin_vocab(tables)
+        tables = follow(tables, given, world)
+    replaced = {
+        (section, key): table[key]
+        for section, key, *_ in changes
+        if isinstance(table := base.get(section), dict) and key in table
+    }
+    return parse_run(tables, name, world=world, replaced=replaced)
 
 
-def parse_run(tables: Mapping[str, Any], name: str = "run", *, world: int | None = 1) -> Run:
-    """Validate plain tables into a Run, or raise one UserError that lists every problem."""
+def parse_run(
+    tables: Mapping[str, Any],
+    name: str = "run",
+    *,
+    world: int | None = 1,
+    replaced: Mapping[tuple[str, str], Any] | None = None,
+) -> Run:
+    """Validate plain tables into a Run, or raise one UserError that lists every problem.
+
+    `replaced`: what the overridden keys, as (section, key), would be without the overrides.
+    """
     tables, weights, problems = _fill_from_weights(_fill_branches(dict(tables)))
     tables = _fill_vocab(tables)
     problems += [
-        Problem(key, f"unknown section{_did_you_mean(key, SECTIONS)}")
+        Problem(key, f"unknown section{_suggest_section(key)}")
         for key in tables
         if key not in SECTIONS
     ]
@@ -89,7 +107,10 @@ def parse_run(tables: Mapping[str, Any], name: str = "run", *, world: int | None
         try:
             sections[key] = section.model_validate(table)
         except ValidationError as error:
-            problems += [_explain(key, section, detail) for detail in error.errors()]
+            # An error in a key that was not given follows from one in a key that was.
+            details = [d for d in error.errors() if not d["loc"] or d["loc"][0] in table]
+            otherwise = _without_wrong_keys(key, table, details, replaced or {})
+            problems += [_explain(key, detail, otherwise, replaced or {}) for detail in details]
     problems += check_rules(sections, world)
     if weights and isinstance(model := sections.get("model"), Model):
         problems += [Problem(path, text) for path, text in weights.disagreements(model).items()]
@@ -126,7 +147,8 @@ def _fill_branches(tables: dict[str, Any]) -> dict[str, Any]:
     has_branches = {"segment_lengths", "dilation_rates"} & set(attention)
     if attention.get("kind", "dilated") != "dilated" or has_branches:
         return tables
-    branches = presets.BRANCHES.get(str(model.get("preset", "tiny")), {})
+    # An unknown preset is reported by itself, not by branches that it does not have.
+    branches = presets.BRANCHES.get(str(model.get("preset")), presets.BRANCHES["tiny"])
     return {**tables, "attention": {**branches, **attention}}
 
 
@@ -188,30 +210,33 @@ def check_run_folder(run_dir: Path, *, resume: bool) -> None:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    if path.is_dir():
+        saved = path / RUN_FILE
+        advice = f"use {saved}, or longspan train --resume {path}" if saved.exists() else "give one"
+        raise UserError(f"{path} is a folder, not a run file: {advice}")
+    if path.suffix not in (".toml", ".yaml", ".yml"):
+        raise UserError(
+            f"the run file must end in .toml, .yaml or .yml, got {path}; an override looks like "
+            "section.key=value"
+        )
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")  # some editors begin with a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not UTF-8 text"
         raise UserError(f"cannot read the run file {path}: {reason}") from error
-    if path.suffix in (".yaml", ".yml"):
-        return _parse_yaml(text, path)
     if path.suffix != ".toml":
-        raise UserError(f"the run file must end in .toml, .yaml or .yml, got {path}")
+        return _parse_yaml(text, path)
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
 
 
-def _read_builtin(builtin: str) -> dict[str, Any]:
-    file = resources.files("longspan") / "runs" / f"{builtin}.toml"
-    return tomllib.loads(file.read_text(encoding="utf-8"))
-
-
 def _parse_yaml(text: str, path: Path) -> dict[str, Any]:
     import yaml
 
     try:
+        _check_unique_keys(yaml.compose(text, yaml.SafeLoader))
         tables = _as_toml(yaml.safe_load(text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
@@ -220,6 +245,19 @@ def _parse_yaml(text: str, path: Path) -> dict[str, Any]:
     if not isinstance(tables, dict):
         raise UserError(f"{path} must contain one table per section, got a {type(tables).__name__}")
     return tables
+
+
+def _check_unique_keys(node: Any) -> None:
+    """Refuse two equal keys in one table, of which YAML would silently use the last."""
+    from yaml import MappingNode
+
+    if not isinstance(node, MappingNode):
+        return
+    keys = [key.value for key, _ in node.value]
+    for key, value in node.value:
+        if keys.count(key.value) > 1:
+            raise ValueError(f"the key {key.value} occurs twice, in line {key.start_mark.line + 1}")
+        _check_unique_keys(value)
 
 
 def _as_toml(value: Any) -> Any:
@@ -231,24 +269,34 @@ def _as_toml(value: Any) -> Any:
     return value
 
 
-def _override(tables: dict[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
-    tables = deepcopy(tables)
-    for override in overrides:
-        path, equals, text = override.partition("=")
-        if not (equals and re.fullmatch(rf"{KEY}(\.{KEY})+", path)):
-            raise UserError(
-                f"an override must look like section.key=value, got {override!r}; "
-                "for example train.steps=100"
-            )
-        keys = [key.strip('"') for key in re.findall(KEY, path)]
-        table = tables
+Keys = tuple[str, ...]
+
+
+def _parse_override(override: str) -> tuple[Keys, Any]:
+    """Return the path of keys and the value of section.key=value."""
+    path, equals, text = override.partition("=")
+    if not (equals and re.fullmatch(rf"{KEY}(\.{KEY})+", path)):
+        raise UserError(
+            f"an override must look like section.key=value, got {toml_value(override)}; "
+            "for example train.steps=100"
+        )
+    return tuple(key.strip('"') for key in re.findall(KEY, path)), _parse_value(text)
+
+
+def _override(tables: Mapping[str, Any], changes: Mapping[Keys, Any]) -> dict[str, Any]:
+    changed = deepcopy(dict(tables))
+    for keys, value in changes.items():
+        table = changed
         for depth, key in enumerate(keys[:-1], 1):
             table = table.setdefault(key, {})
             if not isinstance(table, dict):
                 where = ".".join(keys[:depth])
-                raise UserError(f"{override!r} needs a table {where}, but {where} is {table!r}")
-        table[keys[-1]] = _parse_value(text)
-    return tables
+                raise UserError(
+                    f"the override {'.'.join(keys)} needs a table {where}, but {where} is "
+                    f"{toml_value(table)}"
+                )
+        table[keys[-1]] = value
+    return changed
 
 
 def _parse_value(text: str) -> Any:
@@ -259,50 +307,120 @@ def _parse_value(text: str) -> Any:
         return text
 
 
-def _explain(key: str, section: type[Section], detail: ErrorDetails) -> Problem:
-    """Turn a pydantic error into a problem: dotted path, what was expected, what came."""
+def _without_wrong_keys(
+    section: str,
+    table: Any,
+    details: list[ErrorDetails],
+    replaced: Mapping[tuple[str, str], Any],
+) -> Section:
+    """Return what a section would be if its wrong keys were left out."""
+    wrong = {str(detail["loc"][0]) for detail in details if detail["loc"]}
+    kept = {key: value for key, value in table.items() if key not in wrong} if wrong else {}
+    back = {key: replaced[section, key] for key in wrong if (section, key) in replaced}
+    try:
+        return SECTIONS[section].model_validate(kept | back)
+    except ValidationError:  # the file's own value is wrong too
+        return SECTIONS[section].model_validate(kept)
+
+
+WORDS = {
+    "String should have": "expected a string of",
+    "a valid integer": "an integer",
+    "a valid number": "a number",
+    "a valid string": "a string",
+    "a valid boolean": "true or false",
+    "a valid tuple": "a list",
+    "a valid dictionary": "a table",
+    "greater than or equal to": "at least",
+    "less than or equal to": "at most",
+    "expected greater": "expected a number greater",
+    "expected less": "expected a number less",
+}
+"""Pydantic's words, and those of TOML."""
+
+
+def _explain(
+    key: str,
+    detail: ErrorDetails,
+    otherwise: Section,
+    replaced: Mapping[tuple[str, str], Any],
+) -> Problem:
+    """Turn a pydantic error into a problem: dotted path, what was expected, what came.
+
+    `otherwise` is the section without its wrong keys.
+    """
     loc = [str(part) for part in detail["loc"]]
-    path = ".".join([key, *loc])
-    value = detail["input"]
+    path, value = ".".join([key, *loc]), detail["input"]
     if detail["type"] in ("model_type", "model_attributes_type"):
-        return Problem(path, f"expected a table [{path}], got {value!r}")
-    while len(loc) > 1 and isinstance(inner := section.model_fields[loc[0]].default, Section):
-        section, loc = type(inner), loc[1:]  # a nested table
+        return Problem(path, f"expected a table [{path}], got {toml_value(value)}")
+    applies = "without the override it is" if (key, loc[0]) in replaced else "the default is"
+    while len(loc) > 1 and isinstance(inner := getattr(otherwise, loc[0]), Section):
+        otherwise, loc = inner, loc[1:]  # a nested table
+    fields = type(otherwise).model_fields
     if detail["type"] == "extra_forbidden":
-        fields = section.model_fields
         hint = _did_you_mean(loc[0], fields) or f"; it has {', '.join(fields)}"
         return Problem(path, f"unknown key{hint}")
-    expected = detail["msg"].replace("Input should be", "expected")
-    expected = expected.replace("expected greater", "expected a number greater")
-    expected = expected.replace("expected less", "expected a number less")
-    hint = ""
-    if detail["type"] == "literal_error" and isinstance(value, str):
-        choices = str(detail["ctx"]["expected"]).replace(" or ", ", ").split(", ")
-        hint = _did_you_mean(value, [choice.strip("'") for choice in choices])
-    elif loc and loc[0] in section.model_fields:
-        default = section.model_fields[loc[0]].default
-        hint = f"; the default is {default!r}" if default not in (None, (), {}) else ""
-    return Problem(path, f"{expected}, got {value!r}{hint}")
+    expected, hint = _expected(detail), ""
+    if detail["type"] == "literal_error":
+        choices = get_args(fields[loc[0]].annotation)
+        *others, last = map(toml_value, choices)
+        expected = f"expected {', '.join(others)} or {last}"
+        words = [choice for choice in choices if isinstance(choice, str)]
+        hint = _did_you_mean(value, words, '"{}"') if isinstance(value, str) else ""
+    if not hint and isinstance(value, str) and len(loc) == 1:
+        hint = _unquoted(type(otherwise), loc[0], value)
+    if not hint and len(loc) == 1 and (default := getattr(otherwise, loc[0])) not in (None, (), {}):
+        hint = f"; {applies} {toml_value(default)}"
+    return Problem(path, f"{expected}, got {toml_value(value)}{hint}")
+
+
+def _expected(detail: ErrorDetails) -> str:
+    text = detail["msg"].replace("Input should be", "expected").partition(", got")[0]
+    for theirs, ours in WORDS.items():
+        text = text.replace(theirs, ours)
+    return text
+
+
+def _unquoted(section: type[Section], key: str, value: str) -> str:
+    """Suggest the number or boolean that a string contains, if the key accepts that."""
+    other = _parse_value(value.lower())
+    try:
+        section.model_validate({key: other})
+    except ValidationError:
+        return ""
+    return f"; did you mean {toml_value(other)}?"
 
 
 def _suggest(key: str, section: str) -> str:
     """Suggest what an unknown key of `section` was meant to be."""
-    if hint := _did_you_mean(key, SECTIONS[section].model_fields):
+    if hint := _did_you_mean(key, SECTIONS[section].model_fields, f"{section}.{{}}"):
         return hint
-    others = [name for name, other in SECTIONS.items() if key in other.model_fields]
+    others = _sections_with(key)
     if others:
         return f"; did you mean {others[0]}.{key}?"
     return f"; [{section}] has {', '.join(SECTIONS[section].model_fields)}"
 
 
-def _did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def _suggest_section(name: str) -> str:
+    if hint := _did_you_mean(name, SECTIONS, "[{}]"):
+        return hint
+    if sections := _sections_with(name):
+        return f"; did you mean {sections[0]}.{name}?"
+    return f"; the sections are {', '.join(SECTIONS)}"
+
+
+def _sections_with(key: str) -> list[str]:
+    return [name for name, section in SECTIONS.items() if key in section.model_fields]
+
+
+def _did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
+    names = {name.casefold(): name for name in known}
+    close = difflib.get_close_matches(word.casefold(), names, n=1)
+    return f"; did you mean {form.format(names[close[0]])}?" if close else ""
 
 
 def _render(name: str, problems: list[Problem]) -> str:
     unique = list(dict.fromkeys((p.path, p.message) for p in problems))
     width = max(len(path) for path, _ in unique)
-    count = "1 problem" if len(unique) == 1 else f"{len(unique)} problems"
     lines = [f"  {path:<{width}}  {message}" for path, message in unique]
-    return "\n".join([f"{name}: {count}", *lines])
+    return "\n".join([f"{name}: {counted(len(unique), 'problem')}", *lines])

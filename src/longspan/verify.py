@@ -20,8 +20,9 @@ from longspan.config import Run
 from longspan.errors import UserError
 from longspan.launching.local import run_processes
 from longspan.progress import Progress
-from longspan.runfile import ONE_PROCESS, load_run
+from longspan.runfile import ONE_PROCESS, RUN_FILE, dump_run, load_run
 from longspan.tracking import read_metrics
+from longspan.wording import counted
 
 TOLERANCES = {
     "fp32": (1e-5, 1e-4, 1e-4, "float32 sums in another order"),
@@ -58,7 +59,8 @@ class Report:
         return {**asdict(self), "agrees": self.agrees}
 
     def __str__(self) -> str:
-        lines = [f"{self.layout} compared with one process, {self.steps} steps, {self.precision}"]
+        steps = counted(self.steps, "step")
+        lines = [f"{self.layout} compared with one process, {steps}, {self.precision}"]
         for found in self.comparisons:
             mismatch = f"  first at {found.first_mismatch}" if found.first_mismatch else ""
             lines.append(
@@ -85,11 +87,12 @@ def verify(
     world = nproc if nproc is not None else given.layout.min_world_size
     if world < 2:
         raise UserError(
-            "verify compares a layout of at least 2 processes with one, got a layout of 1: set an "
-            "axis, for example layout.shard=2, or --nproc"
+            f"verify compares a layout of at least 2 processes with one, got {world}: set an axis, "
+            "for example layout.shard=2, or --nproc"
         )
     settings = [
         f"train.steps={steps}",
+        f"train.warmup_steps={min(steps, given.train.warmup_steps)}",
         "checkpoint.every=1",
         f"checkpoint.keep={steps}",
         "track.log_every=1",
@@ -104,12 +107,13 @@ def verify(
     run = load_run(file, [*overrides, *settings], builtin=builtin, world=world)
     with tempfile.TemporaryDirectory(prefix="longspan-verify-") as folder, Progress() as progress:
         reference, parallel = Path(folder) / "reference", Path(folder) / "parallel"
-        files = [str(file)] if file else []
+        saved = Path(folder) / RUN_FILE  # one process must not choose another batch
+        saved.write_text(dump_run(run), encoding="utf-8")
         for run_dir, nproc, extra in ((reference, 1, ONE_PROCESS), (parallel, world, [])):
-            items = [*files, *overrides, *settings, *extra, "--run-dir", str(run_dir)]
+            items = [str(saved), *extra, "--run-dir", str(run_dir)]
             command = [sys.executable, "-m", "longspan", "train", *items]
             where = f"on {nproc} processes" if nproc > 1 else "in one process"
-            progress.phase(f"training {steps} steps {where}")
+            progress.phase(f"training {counted(steps, 'step')} {where}")
             code = run_processes(
                 command,
                 nproc,

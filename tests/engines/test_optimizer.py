@@ -18,7 +18,8 @@ from tests.harness import Ranks
 EIGHT_BIT = "train.optimizer=adamw8bit"
 
 
-def run_of(*overrides: str, world: int = 1) -> Run:
+def run_of(*overrides: str, world: int = 1, steps: int = 40) -> Run:
+    """A run that ends after `steps`, which may lie within its warmup."""
     small = [
         "model.hidden=64",
         "model.heads=2",
@@ -34,7 +35,8 @@ def run_of(*overrides: str, world: int = 1) -> Run:
         "track.prompt=",
         "checkpoint.keep=10",
     ]
-    return load_run(None, [*small, *overrides], world=world)
+    run = load_run(None, [*small, *overrides], world=world)
+    return run.model_copy(update={"train": run.train.model_copy(update={"steps": steps})})
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -62,24 +64,24 @@ def final(run_dir: Path, steps: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_resumes_with_the_same_8_bit_moments(tmp_path: Path) -> None:
-    train_eagerly(run_of(EIGHT_BIT, "train.steps=6"), tmp_path / "whole")
-    train_eagerly(run_of(EIGHT_BIT, "train.steps=3"), tmp_path / "resumed")
-    train_eagerly(run_of(EIGHT_BIT, "train.steps=6"), tmp_path / "resumed", resume=True)
+    train_eagerly(run_of(EIGHT_BIT, steps=6), tmp_path / "whole")
+    train_eagerly(run_of(EIGHT_BIT, steps=3), tmp_path / "resumed")
+    train_eagerly(run_of(EIGHT_BIT, steps=6), tmp_path / "resumed", resume=True)
     whole, resumed = final(tmp_path / "whole", 6), final(tmp_path / "resumed", 6)
     for name, weight in whole.items():
         assert (resumed[name] - weight).norm() <= 1e-6 * weight.norm(), name
 
 
-def train_rank(rank: int, world: int, overrides: list[str], run_dir: str, resume: bool) -> None:
-    run = run_of(*overrides, world=world)
-    train_eagerly(run, Path(run_dir), resume=resume, world=World(rank, world, rank))
+def train_rank(rank: int, world: int, steps: int, run_dir: str) -> None:
+    run = run_of(EIGHT_BIT, world=world, steps=steps)
+    train_eagerly(run, Path(run_dir), world=World(rank, world, rank))
 
 
 def test_sharded_8_bit_moments_resume_in_one_process(ranks: Ranks, tmp_path: Path) -> None:
     """To within 8-bit precision: small shards stay in 32 bits, the full tensors do not."""
-    train_eagerly(run_of(EIGHT_BIT, "train.steps=6"), tmp_path / "whole")
-    ranks.run(train_rank, 2, [EIGHT_BIT, "train.steps=3"], str(tmp_path / "resumed"), False)
-    train_eagerly(run_of(EIGHT_BIT, "train.steps=6"), tmp_path / "resumed", resume=True)
+    train_eagerly(run_of(EIGHT_BIT, steps=6), tmp_path / "whole")
+    ranks.run(train_rank, 2, 3, str(tmp_path / "resumed"))
+    train_eagerly(run_of(EIGHT_BIT, steps=6), tmp_path / "resumed", resume=True)
     whole, resumed = final(tmp_path / "whole", 6), final(tmp_path / "resumed", 6)
     for name, weight in whole.items():
         assert (resumed[name] - weight).norm() <= 5e-3 * weight.norm(), name

@@ -565,4 +565,4 @@ def test_accelerate_s_launcher_runs_what_was_asked_for_or_nothing(
     )
     assert (done.returncode == 0) == (ranks == 1)
     assert (tmp_path / "run" / "checkpoints" / "step-00000002").exists() == (ranks == 1)
-    assert ("replicate 2 needs 2 processes, but there are 1" in done.stderr) == (ranks == 2)
+    assert ("needs a multiple of 2 processes, but there is 1" in done.stderr) == (ranks == 2)

@@ -280,7 +280,7 @@ def test_after_out_of_memory_the_run_resumes_with_half_the_micro_batch(
     error = capfd.readouterr().err
     assert "longspan: rank 1 failed:\nout of memory in step 5" in error
     assert "using train.micro_batch = 2 instead of 4" in error
-    assert "1 restarts (1 × MemoryError: Tried to allocate" in error  # the cause, not rank 0's
+    assert "1 restart (1 × MemoryError: Tried to allocate" in error  # the cause, not rank 0's
     assert (run_dir / "micro_batch").read_text() == "2\n"
     assert "micro_batch = 4\n" in (run_dir / "run.toml").read_text()
 

@@ -29,7 +29,7 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     assert (found.restarts, found.lost_steps, found.blocked_s) == (1, 4, 2.0)
     assert found.optimal_interval_s == pytest.approx(math.sqrt(2 * 1.0 * 100.0))
     assert "goodput 30%: 30 s of 100 s" in str(found)
-    assert "1 restarts (1 × a hang), 4 steps lost" in str(found)
+    assert "1 restart (1 × a hang), 4 steps lost" in str(found)
 
 
 @pytest.mark.parametrize("stop_requested", [False, True])

@@ -132,7 +132,7 @@ def test_a_run_ends_where_a_rollback_does_not_help(tmp_path: Path) -> None:
         "train.max_skipped_steps=2",
         "train.max_rollbacks=1",
     ]
-    with pytest.raises(Diverged, match=r"after 1 rollbacks: lower train\.lr"):
+    with pytest.raises(Diverged, match=r"after 1 rollback: lower train\.lr"):
         train_with_bad_samples(0, 1, str(tmp_path), options, set(range(6, 99)), torch.nan)
     options.append("checkpoint.every=0")
     with pytest.raises(Diverged, match="and there is no checkpoint"):

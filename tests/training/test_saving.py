@@ -354,4 +354,4 @@ def test_the_history_records_what_a_failure_lost(
     (found,) = [line for line in metrics if "goodput" in line]
     assert 0 < found["goodput"] < 1
     assert found["causes"] == {"RuntimeError: a fault": 1}
-    assert "1 restarts (1 × RuntimeError: a fault), 1 steps lost" in capfd.readouterr().err
+    assert "1 restart (1 × RuntimeError: a fault), 1 step lost" in capfd.readouterr().err

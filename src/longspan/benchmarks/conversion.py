@@ -20,6 +20,7 @@ from longspan.runfile import load_run, saved_run_file
 from longspan.sketch_run import convert, open_trained
 from longspan.sketching.conversion import Method
 from longspan.training import train
+from longspan.wording import counted
 
 METHODS: list[tuple[Method, int]] = [
     ("svd", 0),
@@ -48,7 +49,9 @@ def bench_conversion(
             out = Path(folder, f"{method}-{calibrate}")
             rows.append(_convert(dense, out, method, calibrate, steps, keep))
     name = run_dir or "the built-in run"
-    console.print(f"{where}; {name}, keep {keep:g}, {steps} steps of fine-tuning", soft_wrap=True)
+    console.print(
+        f"{where}; {name}, keep {keep:g}, {counted(steps, 'step')} of fine-tuning", soft_wrap=True
+    )
     columns = "method, parameters, FLOPs, weight error, loss before, converted, fine-tuned"
     table = Table(*columns.split(", "), box=None)
     for row in rows:
@@ -66,7 +69,7 @@ def _convert(
     errors = [row.weight_error for row in made.report.rows if row.weight_error is not None]
     run = load_run(saved_run_file(out), [f"train.steps={steps}", "track.prompt="])
     return {
-        "method": method + (f", {calibrate} samples" if calibrate else ""),
+        "method": method + (f", {counted(calibrate, 'sample')}" if calibrate else ""),
         "parameters": made.report.after.stored / made.report.before.stored,
         "flops": made.report.after.forward / made.report.before.forward,
         "weight_error": sum(errors) / len(errors),

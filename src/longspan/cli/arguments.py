@@ -147,7 +147,10 @@ def _add_training(commands: Commands) -> None:
     )
     _add_run_arguments(drill)
     drill.add_argument(
-        "--nproc", type=int, default=2, metavar="N", help="number of processes to start"
+        "--nproc",
+        type=int,
+        metavar="N",
+        help="number of processes to start (default: the product of the axes, at least 2)",
     )
     drill.add_argument(
         "--faults", type=int, default=20, metavar="N", help="number of faults to inject"

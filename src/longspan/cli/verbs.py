@@ -16,6 +16,7 @@ from typing import Any
 from longspan.errors import Diverged, UserError
 from longspan.hardware import may_have_gpu
 from longspan.progress import loading, waiting
+from longspan.wording import counted
 
 DONE, FAILED = 0, 1
 """Exit codes of a command."""
@@ -24,7 +25,9 @@ DONE, FAILED = 0, 1
 def _split_items(items: Sequence[str]) -> tuple[Path | None, list[str]]:
     files = [item for item in items if "=" not in item]
     if len(files) > 1:
-        raise UserError(f"expected one run file, got {', '.join(files)}")
+        raise UserError(
+            f"expected one run file, got {', '.join(files)}; an override looks like train.steps=100"
+        )
     return (Path(files[0]) if files else None), [item for item in items if "=" in item]
 
 
@@ -164,7 +167,7 @@ def _train_in_processes(args: argparse.Namespace, run_dir: Path) -> None:
         if cause.startswith(Diverged.__name__):  # it would diverge again
             break
         restarts_left -= 1
-        print(f"longspan: restarting; {restarts_left} restarts left", file=sys.stderr)
+        print(f"longspan: restarting; {counted(restarts_left, 'restart')} left", file=sys.stderr)
         folder = ["--resume", str(run_dir)]
     if code != DONE:
         raise SystemExit(code)
@@ -177,7 +180,6 @@ def drill(args: argparse.Namespace) -> None:
     report = drill(
         file,
         overrides,
-        builtin="cpu" if file else _builtin_name(),
         nproc=args.nproc,
         faults=args.faults,
         seed=args.seed,
@@ -274,7 +276,7 @@ def data_info(args: argparse.Namespace) -> None:
     for name, split in info["splits"].items():
         print(
             f"  {name:<10}  {split['tokens']:>14,} tokens  {split['documents']:>10,} documents  "
-            f"longest {split['longest']:,}  {split['shards']} shard(s), SHA-256 verified"
+            f"longest {split['longest']:,}  {counted(split['shards'], 'shard')}, SHA-256 verified"
         )
 
 
@@ -373,7 +375,7 @@ def checkpoint_list(args: argparse.Namespace) -> None:
     for entry in [] if args.json else found:
         status = entry.problem or ("intact" if args.checked else "")
         size = f"{entry.bytes / 2**20:,.1f} MiB"
-        print(f"{entry.name:<22}{size:>14}  {entry.ranks} ranks  {status}".rstrip())
+        print(f"{entry.name:<22}{size:>14}  {counted(entry.ranks, 'rank')}  {status}".rstrip())
     bad = [e for e in found if e.problem is not None and not e.name.startswith("bad-")]
     if args.checked and bad:
         raise SystemExit(FAILED)

@@ -25,6 +25,7 @@ from longspan.data.shards import SPLITS, map_shard, read_index
 from longspan.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from longspan.errors import UserError
 from longspan.hashing import hash64
+from longspan.wording import counted
 
 if TYPE_CHECKING:
     import torch
@@ -150,8 +151,8 @@ class TokenSource(Source):
         self.fingerprint = fingerprint
         if self.num_windows("train") == 0:
             raise UserError(
-                f"the train split has {splits['train'].total:,} tokens, fewer than one sample "
-                f"of data.context + 1 = {context + 1:,}: reduce data.context or add text"
+                f"the train split has {counted(splits['train'].total, 'token')}, fewer than one "
+                f"sample of data.context + 1 = {context + 1:,}: reduce data.context or add text"
             )
 
     def num_windows(self, split: str) -> int:
@@ -160,7 +161,9 @@ class TokenSource(Source):
 
     def describe(self) -> str:
         sizes = [f"{split} {self.splits[split].total:,}" for split in self.splits]
-        return f"tokens: {', '.join(sizes)}; {self.num_windows('train'):,} samples per epoch"
+        return (
+            f"tokens: {', '.join(sizes)}; {counted(self.num_windows('train'), 'sample')} per epoch"
+        )
 
     def sample(self, seed: int, index: int) -> Sample:
         return self._window("train", self._train_window(seed, index))
@@ -229,7 +232,7 @@ class RecallSource(Source):
         self.fingerprint = hashlib.sha256(f"recall {context} {pairs} {vocab}".encode()).hexdigest()
 
     def describe(self) -> str:
-        return f"synthetic recall of {self.pairs} pairs over {self.context:,} tokens"
+        return f"synthetic recall of {counted(self.pairs, 'pair')} over {self.context:,} tokens"
 
     def sample(self, seed: int, index: int) -> Sample:
         return self._generate(hash64(seed, 0, index))

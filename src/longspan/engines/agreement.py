@@ -15,6 +15,7 @@ from typing import Any
 
 from longspan.config import Run
 from longspan.errors import UserError
+from longspan.wording import counted
 
 Settings = dict[str, Any]
 
@@ -59,7 +60,7 @@ def check_agreement(name: str, settings: Settings, fields: Fields, run: Run) -> 
         return
     width = max(len(field) for field, _ in problems)
     lines = [f"  {field:<{width}}  {text}" for field, text in problems]
-    count = "1 setting" if len(problems) == 1 else f"{len(problems)} settings"
+    count = counted(len(problems), "setting")
     title = f'{name} and the run file disagree on {count} ("auto" takes the run file\'s value)'
     raise UserError("\n".join([title, *lines]))
 

@@ -17,6 +17,7 @@ from longspan.derived import derived_values
 from longspan.errors import UserError
 from longspan.models import flops_per_sample
 from longspan.planning.memory import DeviceMemory, memory_per_rank
+from longspan.wording import counted
 
 GIB = 2**30
 MEMORY_ROWS = {
@@ -80,8 +81,8 @@ class Plan:
 
     def _memory(self) -> str:
         """One column per rank of the pipeline axis."""
-        processes = "processes" if self.gpus > 1 else "process"
-        lines = [f"memory per device in GiB, {self.gpus:,} {processes}, {self.precision}:"]
+        processes = counted(self.gpus, "process")
+        lines = [f"memory per device in GiB, {processes}, {self.precision}:"]
         if len(self.stages) > 1:
             heads = "".join(f"{f'pipeline {i}':>12}" for i in range(len(self.stages)))
             lines.append(f"  {'':<26}{heads}")

@@ -23,6 +23,7 @@ from longspan.costs import Cost, rank_for
 from longspan.sketching.fitting import fit_low_rank, fit_sketched, random_sketch
 from longspan.sketching.layers import FactoredLinear, LowRankLinear, SKLinear, seed_of
 from longspan.torch_internals import has_forward_hooks
+from longspan.wording import counted
 
 Method = Literal["svd", "least_squares", "sketch"]
 
@@ -70,7 +71,7 @@ class Report:
             errors = (row.weight_error, row.activation_error)
             texts = ["-" if error is None else f"{error:.4f}" for error in errors]
             lines.append([row.name, row.kind, *_change(row.before, row.after), *texts, row.note])
-        count = f"{len(self.rows)} layers"
+        count = counted(len(self.rows), "layer")
         lines.append(["total", count, *_change(self.before, self.after), "", "", ""])
         for column in range(8):
             width = max(len(line[column]) for line in lines)

@@ -8,6 +8,7 @@ from typing import Any
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from longspan.progress import stderr_console
+from longspan.wording import counted
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
@@ -15,7 +16,7 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
     loss = "non-finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
     fields = [f"loss {loss}", f"{metrics['tokens_per_s']:,.0f} tok/s"]
     if metrics.get("skipped_steps"):
-        fields.append(f"{metrics['skipped_steps']} steps skipped")
+        fields.append(f"{counted(metrics['skipped_steps'], 'step')} skipped")
     if metrics.get("mfu") is not None:
         fields.append(f"MFU {metrics['mfu']:.1%}")
     fields.append(f"{metrics['memory_bytes'] / 2**30:.2f} GiB")

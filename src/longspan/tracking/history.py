@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.files import read_json_lines
+from longspan.wording import counted
 
 HISTORY = "history.jsonl"
 """The name of the file in a run's folder."""
@@ -81,11 +82,11 @@ class Goodput:
 
     def __str__(self) -> str:
         causes = ", ".join(f"{count} × {cause}" for cause, count in self.causes.items())
-        restarts = f"{self.restarts} restarts" + (f" ({causes})" if causes else "")
+        restarts = counted(self.restarts, "restart") + (f" ({causes})" if causes else "")
         text = (
             f"goodput {self.ratio:.0%}: {self.productive_s:.0f} s of {self.wall_s:.0f} s spent on "
-            f"steps that were kept; {restarts}, {self.lost_steps} steps lost, blocked for "
-            f"{self.blocked_s:.1f} s by checkpoints"
+            f"steps that were kept; {restarts}, {counted(self.lost_steps, 'step')} lost, blocked "
+            f"for {self.blocked_s:.1f} s by checkpoints"
         )
         if self.optimal_interval_s is not None:
             text += f"; optimal checkpoint interval {self.optimal_interval_s:.0f} s (Young-Daly)"

@@ -30,6 +30,7 @@ from longspan.errors import Damaged, Diverged, UserError, first_problem
 from longspan.parallel.collectives import all_reduce_max
 from longspan.parallel.mesh import ParallelMesh
 from longspan.training.guard import Guard, NormAverage
+from longspan.wording import counted
 
 
 class SavedState(BaseModel):
@@ -133,15 +134,16 @@ class TrainState:
         saved = newest_intact(folder, self.mesh)
         if saved is None or len(skips) > max_rollbacks:
             raise Diverged(
-                f"{skipped_steps} steps in a row to step {last_step} had a non-finite loss or "
-                f"gradient, or a spike of the gradient norm, after {len(skips) - 1} rollbacks"
+                f"{counted(skipped_steps, 'step')} in a row to step {last_step} had a non-finite "
+                "loss or gradient, or a spike of the gradient norm, after "
+                f"{counted(len(skips) - 1, 'rollback')}"
                 f"{', and there is no checkpoint' * (saved is None)}: lower train.lr"
             )
         self.restore(saved)
         self.skips = skips
         return (
-            f"{skipped_steps} skipped steps in a row: rolled back from step {last_step} to "
-            f"{self.step}, skipping samples {begin:,} to {end - 1:,}"
+            f"{counted(skipped_steps, 'skipped step')} in a row: rolled back from step "
+            f"{last_step} to {self.step}, skipping samples {begin:,} to {end - 1:,}"
         )
 
     def _load_optimizer(self, saved: Checkpoint) -> None:

@@ -1,0 +1,35 @@
+"""Counts and values as text for people."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+LONGEST = 80
+"""Characters of a value that a message shows."""
+
+
+def counted(number: int, noun: str) -> str:
+    """Return "1 step", "2 steps", "1,000 steps"; `noun` is the singular."""
+    suffix = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{number:,} {noun}{suffix}"
+
+
+def toml_value(value: Any) -> str:
+    """Return a value as TOML spells it, shortened if it is long."""
+    text = _toml(value)
+    return text if len(text) <= LONGEST else f"{text[: LONGEST - 1]}…"
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return "nothing"  # YAML's null
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_toml, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key} = {_toml(inner)}' for key, inner in value.items())}}}"
+    return str(value)
