@@ -8,7 +8,9 @@ from __future__ import annotations
 import sys
 
 from rich.console import Console
+from rich.live import Live
 from rich.status import Status
+from rich.text import Text
 
 
 def stderr_console(*, quiet: bool = False) -> Console:
@@ -26,6 +28,12 @@ def waiting(text: str) -> Status:
 def loading() -> Status:
     """`waiting` for the import of PyTorch, which takes seconds: import it within this context."""
     return waiting("loading PyTorch")
+
+
+def measuring(text: str) -> Live:
+    """`waiting`, without a spinner: its thread would take time from what is measured."""
+    console = stderr_console()
+    return Live(Text(text), console=console, auto_refresh=False, transient=True)
 
 
 class Progress:

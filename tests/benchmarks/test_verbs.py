@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.benchmarks import engines
+from longspan.benchmarks import engines, loss
 from longspan.cli import main
 
 
@@ -31,6 +31,36 @@ def test_the_losses_are_compared_with_their_extra_memory() -> None:
     assert (chunked["method"], plain["method"]) == ("chunked", "plain")
     assert plain["extra_bytes"] > 4 * 64 * 512  # the logits
     assert chunked["extra_bytes"] > 0
+
+
+def test_a_row_is_printed_before_the_next_is_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = []
+
+    def measure(*_: object) -> tuple[int, float]:
+        printed.append(capsys.readouterr().out)
+        return 3 << 20, 0.001 * len(printed)
+
+    monkeypatch.setattr(loss, "_measure", measure)
+    assert main(["bench", "loss", "--lengths", "1024", "2048"]) == 0
+    printed.append(capsys.readouterr().out)
+    assert printed[0].splitlines()[-1] == "   tokens  method    extra MiB          ms"
+    assert printed[1:] == [
+        "    1,024  chunked           3         1.0\n",
+        "    1,024  plain             3         2.0\n",
+        "    2,048  chunked           3         3.0\n",
+        "    2,048  plain             3         4.0\n",
+    ]
+
+
+def test_json_goes_to_stdout_instead_of_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    small = ["--lengths", "64", "--width", "8", "--vocab", "512"]
+    assert main(["bench", "loss", *small, "--json", "-"]) == 0
+    output = capsys.readouterr()
+    assert [row["method"] for row in json.loads(output.out)["rows"]] == ["chunked", "plain"]
+    assert output.err == ""
+    assert not Path("-").exists()
 
 
 def test_checkpoints_are_saved_both_ways_and_removed() -> None:

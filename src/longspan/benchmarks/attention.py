@@ -9,23 +9,30 @@ launch overhead that dominates short lengths. Both are measured on CUDA only.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from longspan.attention import BlockSparse, Dense, Dilated, Mask, Pattern, attend, choose_backend
 from longspan.benchmarks.chart import charts_svg
-from longspan.benchmarks.measure import captured, extra_mib, machine, times_of, unwritable
+from longspan.benchmarks.measure import (
+    Rows,
+    captured,
+    extra_mib,
+    machine,
+    open_console,
+    times_of,
+    unwritable,
+    write_result,
+)
 from longspan.benchmarks.plain import plain_dilated
 from longspan.checks import branch_problems
 from longspan.errors import UserError
+from longspan.progress import measuring
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 DENSE, DILATED, PLAIN = "dense", "dilated", "plain dilated"
@@ -90,28 +97,25 @@ def bench_attention(setting: Setting, json_file: Path | None, plot: Path | None)
     """Measure, print the tables, and write the JSON and SVG files."""
     if problem := _problem(setting, [file for file in (json_file, plot) if file]):
         raise UserError(problem)
-    console = Console() if Console().is_terminal else Console(width=120)
+    console = open_console(json_file)
     where = machine(setting.device)
     console.print(
         f"{where}; {setting.heads} heads × {setting.head_dim}, {setting.dtype}, causal; segments "
-        f"{setting.segment_lengths}, rates {setting.dilation_rates}",
-        soft_wrap=True,
+        f"{setting.segment_lengths}, rates {setting.dilation_rates}"
     )
-    rows = _lengths(setting)
-    console.print(_table(rows))
+    table = Rows(console, COLUMNS)
+    rows = _lengths(setting, table)
     console.print(_crossover(rows))
-    blocks = _block_sparse(setting, rows)
+    blocks = _block_sparse(setting, rows, table)
     if blocks:
-        console.print(_table(blocks))
         console.print(_shares(blocks))
-    if json_file is not None:
-        result = {
-            "machine": where,
-            "setting": asdict(setting),
-            "lengths": [asdict(row) for row in rows],
-            "block_sparse": [asdict(row) for row in blocks],
-        }
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    result = {
+        "machine": where,
+        "setting": asdict(setting),
+        "lengths": [asdict(row) for row in rows],
+        "block_sparse": [asdict(row) for row in blocks],
+    }
+    write_result(json_file, result)
     if plot is not None:
         plot.write_text(_plot(rows, where))
 
@@ -137,7 +141,7 @@ def _problem(setting: Setting, files: Sequence[Path]) -> str | None:
     return unwritable(files)
 
 
-def _lengths(setting: Setting) -> list[Row]:
+def _lengths(setting: Setting, table: Rows) -> list[Row]:
     dilated = Dilated(setting.segment_lengths, setting.dilation_rates)
     candidates: list[tuple[str, Pattern, Attention]] = [
         (DILATED, dilated, lambda q, k, v: attend(q, k, v, dilated)),
@@ -155,30 +159,40 @@ def _lengths(setting: Setting) -> list[Row]:
             if row is None:
                 break
             rows.append(row)
+            table.add(*_cells(row))
             last = row.both_ms
     return rows
 
 
-def _block_sparse(setting: Setting, rows: Sequence[Row]) -> list[Row]:
+def _block_sparse(setting: Setting, rows: Sequence[Row], table: Rows) -> list[Row]:
     """Dense, then all, half and a tenth of the blocks, at 32,768 tokens or dense's longest."""
     if setting.device == "cpu":
         return []
     tokens = min(32768, max(row.tokens for row in rows if row.attention == DENSE))
     candidates: list[tuple[str, Pattern]] = [(DENSE, Dense())]
     for density in (1.0, 0.5, 0.1):
-        pattern = BlockSparse(setting.block_size, density=density)
-        candidates.append((f"{density:.0%} of blocks", pattern))
-    found = [
-        _measure(name, pattern, partial(attend, pattern=pattern), tokens, setting)
-        for name, pattern in candidates
-    ]
-    return [row for row in found if row is not None]
+        sparse = BlockSparse(setting.block_size, density=density)
+        candidates.append((f"{density:.0%} of blocks", sparse))
+    found = []
+    for name, pattern in candidates:
+        row = _measure(name, pattern, partial(attend, pattern=pattern), tokens, setting)
+        if row is not None:
+            found.append(row)
+            table.add(*_cells(row))
+    return found
 
 
 def _measure(
     name: str, pattern: Pattern, attention: Attention, tokens: int, setting: Setting
 ) -> Row | None:
     """None if it runs out of memory."""
+    with measuring(f"measuring: {name}, {tokens:,} tokens"):
+        return _measured(name, pattern, attention, tokens, setting)
+
+
+def _measured(
+    name: str, pattern: Pattern, attention: Attention, tokens: int, setting: Setting
+) -> Row | None:
     shape = (1, tokens, setting.heads, setting.head_dim)
     try:
         q, k, v, grad = (
@@ -208,29 +222,25 @@ def _measure(
     return Row(name, backend, tokens, forward_ms, both_ms, spread, graph_ms, tflops, extra)
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(box=None, header_style="bold")
-    for column in ("attention", "backend"):
-        table.add_column(column)
-    for column in (
-        "tokens", "forward ms", "fwd+bwd ms", "spread", "graph ms", "µs/token", "TFLOP/s",
-        "extra MiB",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            row.attention,
-            row.backend,
-            f"{row.tokens:,}",
-            f"{row.forward_ms:.3f}",
-            f"{row.both_ms:.3f}",
-            f"{row.both_spread:.1%}",
-            "–" if row.graph_ms is None else f"{row.graph_ms:.3f}",
-            f"{1e3 * row.both_ms / row.tokens:.4f}",
-            f"{row.tflops:.3g}",
-            "–" if row.extra_mib is None else f"{row.extra_mib:,.0f}",
-        )
-    return table
+COLUMNS = {
+    "attention": -14, "backend": -9, "tokens": 9, "forward ms": 10, "fwd+bwd ms": 10, "spread": 7,
+    "graph ms": 9, "µs/token": 9, "TFLOP/s": 8, "extra MiB": 9,
+}  # fmt: skip
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        row.attention,
+        row.backend,
+        f"{row.tokens:,}",
+        f"{row.forward_ms:.3f}",
+        f"{row.both_ms:.3f}",
+        f"{row.both_spread:.1%}",
+        "–" if row.graph_ms is None else f"{row.graph_ms:.3f}",
+        f"{1e3 * row.both_ms / row.tokens:.4f}",
+        f"{row.tflops:.3g}",
+        "–" if row.extra_mib is None else f"{row.extra_mib:,.0f}",
+    )
 
 
 def _crossover(rows: Sequence[Row]) -> str:

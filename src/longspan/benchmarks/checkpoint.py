@@ -7,6 +7,7 @@ also allocates the staging buffers, so it is reported separately; other figures 
 from __future__ import annotations
 
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -14,14 +15,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from longspan.benchmarks.measure import machine, open_console, require_cuda, write_json
+from longspan.benchmarks.measure import Rows, machine, open_console, require_cuda, write_json
 from longspan.checkpoint import TensorShard
 from longspan.config import Checkpoint, Layout
 from longspan.errors import UserError
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.world import World
+from longspan.progress import measuring
 from longspan.training.saving import Saver
 
 TENSORS, SAVES = 64, 5
@@ -35,15 +36,19 @@ def bench_checkpoint(gib: float, device: str, json_file: Path | None) -> None:
     if device == "cuda":
         require_cuda("checkpoint --device cuda")
     console, where = open_console(json_file), machine(device)
+    console.print(f"{where}; {gib:g} GiB in {TENSORS} tensors")
+    columns = {"save": -12, "training waits s": 9, "the first time s": 9, "written after s": 9}
+    table, found = Rows(console, columns), []
     tensors = [torch.randn(rows, 1024, device=device) for _ in range(TENSORS)]
     shards = {f"model/{i}": TensorShard.full(tensor) for i, tensor in enumerate(tensors)}
-    found = [_measure(shards, is_async) for is_async in (False, True)]
-    console.print(f"{where}; {gib:g} GiB in {TENSORS} tensors", soft_wrap=True)
-    table = Table("save", "training waits s", "the first time s", "written after s", box=None)
-    for row in found:
+    for is_async in (False, True):
+        with measuring(
+            f"saving {SAVES} times, {'asynchronously' if is_async else 'synchronously'}"
+        ):
+            row = _measure(shards, is_async)
+        found.append(row)
         waits = f"{row['blocked_s']:.3f}", f"{row['first_blocked_s']:.3f}"
-        table.add_row(row["save"], *waits, f"{row['total_s']:.2f}")
-    console.print(table)
+        table.add(row["save"], *waits, f"{row['total_s']:.2f}")
     write_json(json_file, where, {"gib": gib, "tensors": TENSORS, "saves": SAVES}, found)
 
 
@@ -56,7 +61,7 @@ def _measure(shards: dict[str, TensorShard], is_async: bool) -> dict[str, Any]:
     )
     with tempfile.TemporaryDirectory(prefix="longspan-checkpoint-", dir=".") as folder:
         settings = Checkpoint(async_save=is_async, keep=1)
-        saver = Saver(Path(folder), settings, ParallelMesh(Layout(), World()), print)
+        saver = Saver(Path(folder), settings, ParallelMesh(Layout(), World()), _warn)
         blocked, total = [], []
         for _ in range(SAVES):
             state.step += 1
@@ -71,3 +76,7 @@ def _measure(shards: dict[str, TensorShard], is_async: bool) -> dict[str, Any]:
         "first_blocked_s": blocked[0],
         "total_s": statistics.median(total),
     }
+
+
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)

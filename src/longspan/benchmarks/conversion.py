@@ -12,9 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from longspan.benchmarks.measure import machine, open_console, write_json
+from longspan.benchmarks.measure import Rows, machine, open_console, write_json
 from longspan.errors import UserError
 from longspan.runfile import load_run, saved_run_file
 from longspan.sketch_run import convert, open_trained
@@ -31,6 +29,11 @@ METHODS: list[tuple[Method, int]] = [
 ]
 """Each with the number of calibration samples."""
 
+COLUMNS = {
+    "method": -25, "parameters": 7, "FLOPs": 7, "weight error": 7, "loss before": 7,
+    "converted": 7, "fine-tuned": 7,
+}  # fmt: skip
+
 
 def bench_conversion(
     run_dir: Path | None, steps: int, keep: float, device: str, json_file: Path | None
@@ -39,7 +42,9 @@ def bench_conversion(
     if steps < 1 or not 0 < keep <= 1:
         raise UserError(f"expected --steps >= 1 and 0 < --keep <= 1, got {steps} and {keep}")
     console, where = open_console(json_file), machine(device)
-    rows = []
+    name, rows = run_dir or "the built-in run", []
+    console.print(f"{where}; {name}, keep {keep:g}, {counted(steps, 'step')} of fine-tuning")
+    table = Rows(console, COLUMNS)
     with tempfile.TemporaryDirectory(prefix="longspan-conversion-") as folder:
         dense = run_dir or Path(folder, "dense")
         if run_dir is None:
@@ -47,18 +52,11 @@ def bench_conversion(
         for method, calibrate in METHODS:
             print(f"converting: {method}, {calibrate} calibration samples", file=sys.stderr)
             out = Path(folder, f"{method}-{calibrate}")
-            rows.append(_convert(dense, out, method, calibrate, steps, keep))
-    name = run_dir or "the built-in run"
-    console.print(
-        f"{where}; {name}, keep {keep:g}, {counted(steps, 'step')} of fine-tuning", soft_wrap=True
-    )
-    columns = "method, parameters, FLOPs, weight error, loss before, converted, fine-tuned"
-    table = Table(*columns.split(", "), box=None)
-    for row in rows:
-        losses = (f"{row[key]:.4f}" for key in ("before", "after", "fine_tuned"))
-        ratios = f"{row['parameters']:.0%}", f"{row['flops']:.0%}"
-        table.add_row(row["method"], *ratios, f"{row['weight_error']:.3f}", *losses)
-    console.print(table)
+            row = _convert(dense, out, method, calibrate, steps, keep)
+            rows.append(row)
+            losses = (f"{row[key]:.4f}" for key in ("before", "after", "fine_tuned"))
+            ratios = f"{row['parameters']:.0%}", f"{row['flops']:.0%}"
+            table.add(row["method"], *ratios, f"{row['weight_error']:.3f}", *losses)
     write_json(json_file, where, {"run": str(name), "steps": steps, "keep": keep}, rows)
 
 

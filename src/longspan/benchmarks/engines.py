@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
-from longspan.benchmarks.measure import machine, open_console, write_json
+from longspan.benchmarks.measure import Rows, machine, open_console, write_json
+from longspan.progress import waiting
 
 STEPS, COUNTED_STEPS = 12, 6
 ENGINES: dict[str, list[str]] = {
@@ -51,23 +50,23 @@ def bench_engines(device: str, overrides: Sequence[str], json_file: Path | None)
     """Train under each engine, print a table and write JSON."""
     console, where = open_console(json_file), machine(device)
     options = [*(GPU_RUN if device == "cuda" else []), *SHORT_RUN, *overrides]
-    console.print(f"{where}; {' '.join(overrides)}".removesuffix("; "), soft_wrap=True)
-    table = Table("engine", "tokens/s", "of native", "GiB", "last loss", box=None)
+    console.print(f"{where}; {' '.join(overrides)}".removesuffix("; "))
+    columns = {"engine": -28, "tokens/s": 10, "of native": 9, "GiB": 8, "last loss": 9}
+    table = Rows(console, columns)
     rows: list[dict[str, Any]] = []
     baseline = None
     for name, chosen in ENGINES.items():
-        print(f"training: {name}", file=sys.stderr)
-        row = {"engine": name, **_train([*options, *chosen])}
+        with waiting(f"training {STEPS} steps: {name}"):
+            row = {"engine": name, **_train([*options, *chosen])}
         rows.append(row)
         if "error" in row:
-            table.add_row(name, row["error"])
+            console.print(f"{name:<28}  {row['error']}", markup=False)
             continue
         baseline = baseline or row["tokens_per_s"]
         row["of_native"] = row["tokens_per_s"] / baseline
         memory, loss = f"{row['memory_bytes'] / 2**30:.2f}", f"{row['loss']:.5f}"
         rate = f"{row['tokens_per_s']:,.0f}"
-        table.add_row(name, rate, f"{row['of_native']:.3f}", memory, loss)
-    console.print(table)
+        table.add(name, rate, f"{row['of_native']:.3f}", memory, loss)
     write_json(json_file, where, {"overrides": options}, rows)
 
 

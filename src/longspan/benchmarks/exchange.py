@@ -19,8 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
@@ -37,7 +35,9 @@ from longspan.attention import (
 )
 from longspan.attention.context_parallel import ring as ring_module
 from longspan.attention.context_parallel.kv_exchange import remote_rows
+from longspan.benchmarks.measure import Rows, open_console, write_result
 from longspan.errors import UserError
+from longspan.progress import waiting
 from longspan.torch_internals import TorchDispatchMode
 
 HEAD_DIM = 16
@@ -112,18 +112,22 @@ def bench_exchange(ranks: Sequence[int], json_file: Path | None) -> None:
     """Count, plan, print the tables and write the JSON file."""
     if min(ranks) < 2:
         raise UserError(f"--ranks must be at least 2 each, got {min(ranks)}")
-    console = Console() if Console().is_terminal else Console(width=120)
-    rows = [row for count in ranks for row in count_received(count)]
+    console, rows = open_console(json_file), list[Row]()
     console.print(
         f"{TOKENS_PER_RANK} tokens per rank, {HEADS.queries} heads × {HEAD_DIM}, float32, causal; "
         "KiB received by the rank with the most traffic"
     )
-    console.print(_table(rows))
-    planned = plan_all_ranks(LONGNET, Shards.even(PLANNED_TOKENS, PLANNED_RANKS), LONGNET_HEADS)
-    console.print(_planned_text(planned), soft_wrap=True)
-    if json_file is not None:
-        result = {"counted": [asdict(row) for row in rows], "planned": asdict(planned)}
-        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    table = Rows(console, COLUMNS)
+    for count in ranks:
+        with waiting(f"counting on {count} processes"):
+            found = count_received(count)
+        rows += found
+        for row in found:
+            table.add(*_cells(row))
+    with waiting(f"planning {PLANNED_TOKENS:,} tokens on {PLANNED_RANKS:,} ranks"):
+        planned = plan_all_ranks(LONGNET, Shards.even(PLANNED_TOKENS, PLANNED_RANKS), LONGNET_HEADS)
+    console.print(_planned_text(planned))
+    write_result(json_file, {"counted": [asdict(row) for row in rows], "planned": asdict(planned)})
 
 
 def count_received(ranks: int) -> list[Row]:
@@ -267,17 +271,13 @@ def _planned_text(planned: Planned) -> str:
     )
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(box=None, header_style="bold")
-    for column in ("pattern", "strategy"):
-        table.add_column(column)
-    for column in (
-        "ranks", "remote KV", "received, forward", "backward", "all KV", "Ulysses",
-        "work, max/mean",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    for row in sorted(rows, key=lambda row: (list(PATTERNS).index(row.pattern), row.ranks)):
-        sizes = (row.needed, row.forward, row.backward, row.all_keys, row.ulysses)
-        kib = [f"{size / 1024:,.0f}" for size in sizes]
-        table.add_row(row.pattern, row.strategy, str(row.ranks), *kib, f"{row.imbalance:.3f}")
-    return table
+COLUMNS = {
+    "pattern": -12, "strategy": -9, "ranks": 5, "remote KV": 9, "received, forward": 9,
+    "backward": 8, "all KV": 8, "Ulysses": 8, "work, max/mean": 9,
+}  # fmt: skip
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    sizes = (row.needed, row.forward, row.backward, row.all_keys, row.ulysses)
+    kib = [f"{size / 1024:,.0f}" for size in sizes]
+    return row.pattern, row.strategy, str(row.ranks), *kib, f"{row.imbalance:.3f}"

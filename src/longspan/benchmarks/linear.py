@@ -15,16 +15,16 @@ twice that of nn.Linear with the same weight and dtype.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
 from longspan.benchmarks.measure import (
+    Rows,
     captured,
     extra_mib,
     machine,
@@ -34,6 +34,7 @@ from longspan.benchmarks.measure import (
 )
 from longspan.costs import Cost, rank_for
 from longspan.errors import UserError
+from longspan.progress import measuring
 from longspan.sketching import LowRankLinear, SKLinear
 from longspan.torch_internals import recompile_limit
 
@@ -102,17 +103,20 @@ def bench_linear(setting: Setting, json_file: Path | None) -> None:
     where = machine(setting.device)
     console.print(
         f"{where}; {setting.tokens:,} tokens, parameters and inputs in {setting.dtype}, no bias; "
-        "ratios are to the time of nn.Linear, lower is faster",
-        soft_wrap=True,
+        "ratios are to the time of nn.Linear, lower is faster"
     )
     rows: list[Row] = []
+    table = Rows(console, COLUMNS)
     for size in setting.sizes:
         try:
-            rows += _measure(size, setting)
+            with measuring(f"measuring: {size:,} × {size:,}"):
+                found = _measure(size, setting)
+            rows += found
+            for row in found:
+                table.add(*_cells(row))
         except torch.OutOfMemoryError:
             console.print(f"out of memory at size {size:,}: it and larger sizes are skipped")
             break
-    console.print(_table(rows))
     described = asdict(setting) | {"dtype": str(setting.dtype)}
     write_json(json_file, where, described, [asdict(row) for row in rows])
 
@@ -211,28 +215,24 @@ def _check(each: Candidate, x: Tensor) -> None:
     assert error <= limit, f"{each.name} of {len(weight)}: {error:.1e}, nn.Linear {baseline:.1e}"
 
 
-def _table(rows: Sequence[Row]) -> Table:
-    table = Table(box=None, header_style="bold")
-    table.add_column("size", justify="right")
-    table.add_column("layer")
-    for column in (
-        "rank", "parameters", "FLOPs", "forward ms", "ratio", "fwd+bwd ms", "ratio", "spread",
-        "TFLOP/s", "extra MiB",
-    ):  # fmt: skip
-        table.add_column(column, justify="right")
-    for row in rows:
-        table.add_row(
-            f"{row.size:,}" if row.layer == DENSE else "",
-            row.layer,
-            "–" if row.rank is None else f"{row.rank:,}",
-            f"{row.parameter_ratio:.1%}",
-            f"{row.flops_ratio:.1%}",
-            f"{row.forward_ms:.3f}",
-            f"{row.forward_ratio:.2f}",
-            f"{row.both_ms:.3f}",
-            f"{row.both_ratio:.2f}",
-            f"{row.both_spread:.0%}",
-            f"{row.tflops:.3g}",
-            "–" if row.extra_mib is None else f"{row.extra_mib:,.0f}",
-        )
-    return table
+COLUMNS = {
+    "size": 6, "layer": -17, "rank": 5, "parameters": 7, "FLOPs": 7, "forward ms": 9, "fwd ratio": 5,
+    "fwd+bwd ms": 9, "ratio": 5, "spread": 6, "TFLOP/s": 7, "extra MiB": 9,
+}  # fmt: skip
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    return (
+        f"{row.size:,}" if row.layer == DENSE else "",
+        row.layer,
+        "–" if row.rank is None else f"{row.rank:,}",
+        f"{row.parameter_ratio:.1%}",
+        f"{row.flops_ratio:.1%}",
+        f"{row.forward_ms:.3f}",
+        f"{row.forward_ratio:.2f}",
+        f"{row.both_ms:.3f}",
+        f"{row.both_ratio:.2f}",
+        f"{row.both_spread:.0%}",
+        f"{row.tflops:.3g}",
+        "–" if row.extra_mib is None else f"{row.extra_mib:,.0f}",
+    )

@@ -14,13 +14,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from longspan.benchmarks.measure import LiveBytes, machine, open_console, write_json
+from longspan.benchmarks.measure import LiveBytes, Rows, machine, open_console, write_json
 from longspan.errors import UserError
 from longspan.nn import cross_entropy_sum
+from longspan.progress import measuring
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -55,18 +55,17 @@ def bench_loss(setting: Setting, json_file: Path | None) -> None:
     console, where = open_console(json_file), machine(setting.device)
     console.print(
         f"{where}; cross-entropy in {setting.dtype}, width {setting.width}, "
-        f"vocabulary {setting.vocab:,}",
-        soft_wrap=True,
+        f"vocabulary {setting.vocab:,}"
     )
-    table, rows = Table("tokens", "method", "extra MiB", "ms", box=None), []
+    table, rows = Rows(console, {"tokens": 9, "method": -8, "extra MiB": 9, "ms": 10}), []
     for tokens in setting.lengths:
         for method, loss in METHODS.items():
-            extra_bytes, seconds = _measure(loss, tokens, setting)
+            with measuring(f"measuring: {method}, {tokens:,} tokens"):
+                extra_bytes, seconds = _measure(loss, tokens, setting)
             row = {"tokens": tokens, "method": method}
             rows.append({**row, "extra_bytes": extra_bytes, "seconds": seconds})
             extra, ms = f"{extra_bytes / 2**20:,.0f}", f"{seconds * 1e3:,.1f}"
-            table.add_row(f"{tokens:,}", method, extra, ms)
-    console.print(table)
+            table.add(f"{tokens:,}", method, extra, ms)
     write_json(json_file, where, asdict(setting) | {"dtype": str(setting.dtype)}, rows)
 
 

@@ -7,7 +7,7 @@ import statistics
 import subprocess
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from longspan.errors import UserError
 from longspan.torch_internals import TorchDispatchMode
 
 WARM_UP_S = 0.2
+STDOUT = Path("-")
 
 
 def times_of(functions: Sequence[Callable[[], None]], device: str) -> list[tuple[float, float]]:
@@ -130,22 +131,56 @@ def require_cuda(verb: str) -> None:
 
 
 def open_console(json_file: Path | None) -> Console:
-    """A console for the tables; refuses a JSON file that cannot be written."""
+    """A console for the tables, silent if JSON goes to stdout; refuses an unwritable JSON file."""
     if problem := unwritable([json_file] if json_file else []):
         raise UserError(problem)
-    return Console() if Console().is_terminal else Console(width=120)
+    return Console(highlight=False, soft_wrap=True, quiet=json_file == STDOUT)
+
+
+class Rows:
+    """A table that prints each row as it is measured.
+
+    `columns` maps titles to widths; a negative width aligns to the left.
+    """
+
+    def __init__(self, console: Console, columns: Mapping[str, int]) -> None:
+        self._console = console
+        self._widths = [
+            max(width, len(title)) if width > 0 else min(width, -len(title))
+            for title, width in columns.items()
+        ]
+        console.print(self._line(columns), style="bold", markup=False)
+
+    def add(self, *cells: str) -> None:
+        self._console.print(self._line(cells), markup=False)
+
+    def _line(self, cells: Iterable[str]) -> str:
+        aligned = (
+            cell.rjust(width) if width > 0 else cell.ljust(-width)
+            for cell, width in zip(cells, self._widths, strict=False)
+        )
+        return "  ".join(aligned).rstrip()
 
 
 def write_json(file: Path | None, where: str, setting: dict[str, Any], rows: Sequence[Any]) -> None:
-    if file is not None:
-        result = {"machine": where, "setting": setting, "rows": rows}
-        file.write_text(json.dumps(result, indent=1) + "\n")
+    write_result(file, {"machine": where, "setting": setting, "rows": rows})
+
+
+def write_result(file: Path | None, result: dict[str, Any]) -> None:
+    """Write figures as JSON to a file, or to stdout if it is "-"."""
+    text = json.dumps(result, indent=1) + "\n"
+    if file == STDOUT:
+        print(text, end="")
+    elif file is not None:
+        file.write_text(text)
 
 
 def unwritable(files: Sequence[Path]) -> str | None:
     """Why a file cannot be written; checked before minutes of measuring, not after."""
     for file in files:
         try:
+            if file == STDOUT:
+                continue
             file.open("a").close()
         except OSError as error:
             return f"cannot write {file}: {error.strerror}"
