@@ -239,3 +239,13 @@ def test_an_existing_folder_is_not_overwritten(folder: Path) -> None:
     with pytest.raises(UserError, match="already exists"):
         build([folder.parent / "in.txt"], folder)
     assert (folder / "index.json").read_text() == before
+
+
+def test_progress_counts_documents_and_tokens(tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).write_text(f"text of {name}")
+    seen: list[tuple[int, int]] = []
+    inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
+    build(inputs, tmp_path / "out", validation=0, on_document=lambda *now: seen.append(now))
+    length = len("text of a.txt") + 1  # and the end of the document
+    assert seen == [(1, length), (2, 2 * length)]

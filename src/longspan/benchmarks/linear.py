@@ -216,8 +216,8 @@ def _check(each: Candidate, x: Tensor) -> None:
 
 
 COLUMNS = {
-    "size": 6, "layer": -17, "rank": 5, "parameters": 7, "FLOPs": 7, "forward ms": 9, "fwd ratio": 5,
-    "fwd+bwd ms": 9, "ratio": 5, "spread": 6, "TFLOP/s": 7, "extra MiB": 9,
+    "size": 6, "layer": -17, "rank": 5, "parameters": 7, "FLOPs": 7, "forward ms": 9,
+    "fwd ratio": 5, "fwd+bwd ms": 9, "ratio": 5, "spread": 6, "TFLOP/s": 7, "extra MiB": 9,
 }  # fmt: skip
 
 

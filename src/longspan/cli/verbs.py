@@ -127,7 +127,8 @@ def plan(args: argparse.Namespace) -> None:
         from longspan.planning import plan
 
     device = torch.device("cuda") if for_gpus else choose_device(run)
-    found = plan(resolve(run, device), gpus)
+    with waiting(f"planning for {gpus:,} processes"):
+        found = plan(resolve(run, device), gpus)
     print(json.dumps(found.as_dict()) if args.json else found)
 
 
@@ -239,11 +240,13 @@ def sketch(args: argparse.Namespace) -> None:
     with loading():
         from longspan.sketch_run import convert, open_trained, search
 
-    trained, found = open_trained(args.run_dir), None
+    with waiting(f"loading {args.run_dir}"):
+        trained, found = open_trained(args.run_dir), None
     if args.search:
         found = search(trained, keep=args.keep, swaps=args.swaps, **how)
     ranks = found.ranks if found else None
-    result = convert(trained, args.out, keep=args.keep, ranks=ranks, **how)
+    with waiting("converting layers and measuring the validation loss"):
+        result = convert(trained, args.out, keep=args.keep, ranks=ranks, **how)
     if args.json:
         searched = {"search": found.as_dict()} if found else {}
         print(json.dumps({**result.as_dict(), **searched}))
@@ -254,13 +257,20 @@ def sketch(args: argparse.Namespace) -> None:
 def data_build(args: argparse.Namespace) -> None:
     from longspan.data.build import build
 
-    build(
-        args.inputs,
-        args.out,
-        tokenizer=args.tokenizer,
-        field_name=args.field,
-        validation=args.validation,
-    )
+    with waiting("tokenizing") as status:
+
+        def show(documents: int, tokens: int) -> None:
+            if documents % 64 == 0:
+                status.update(f"tokenizing: {documents:,} documents, {tokens:,} tokens")
+
+        build(
+            args.inputs,
+            args.out,
+            tokenizer=args.tokenizer,
+            field_name=args.field,
+            validation=args.validation,
+            on_document=show,
+        )
     args.folder = args.out
     data_info(args)
 
@@ -268,7 +278,8 @@ def data_build(args: argparse.Namespace) -> None:
 def data_info(args: argparse.Namespace) -> None:
     from longspan.data.shards import inspect_folder
 
-    info = inspect_folder(args.folder)
+    with waiting(f"verifying {args.folder}"):
+        info = inspect_folder(args.folder)
     if args.json:
         print(json.dumps(info))
         return
@@ -369,7 +380,8 @@ def export(args: argparse.Namespace) -> None:
 def checkpoint_list(args: argparse.Namespace) -> None:
     from longspan.checkpoint.listing import inspect_checkpoints
 
-    found = inspect_checkpoints(args.run_dir / "checkpoints", verify=args.checked)
+    with waiting(f"verifying {args.run_dir}") if args.checked else nullcontext():
+        found = inspect_checkpoints(args.run_dir / "checkpoints", verify=args.checked)
     if args.json:
         print(json.dumps([asdict(entry) for entry in found]))
     for entry in [] if args.json else found:
@@ -384,7 +396,8 @@ def checkpoint_list(args: argparse.Namespace) -> None:
 def checkpoint_rm(args: argparse.Namespace) -> None:
     from longspan.checkpoint.listing import remove_steps
 
-    remove_steps(args.run_dir / "checkpoints", args.steps)
+    with waiting(f"verifying {args.run_dir}"):  # to keep the last intact one
+        remove_steps(args.run_dir / "checkpoints", args.steps)
 
 
 def config_show(args: argparse.Namespace) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -35,11 +35,13 @@ def build(
     field_name: str = "text",
     validation: float = 0.05,
     shard_tokens: int = 1 << 27,
+    on_document: Callable[[int, int], None] = lambda documents, tokens: None,
 ) -> Index:
     """Write the documents of `inputs` as token shards into the new folder `out`.
 
     A hash of its text assigns a document to the train or validation split, so duplicates are never
-    in both, and building the same text twice gives the same files.
+    in both, and building the same text twice gives the same files. `on_document` is called after
+    each document with the number of documents and tokens so far.
     """
     if out.exists():
         raise UserError(f"{out} already exists: choose another folder, or remove it")
@@ -53,13 +55,16 @@ def build(
     try:
         with atomic_folder(out) as folder:
             writers = {s: _ShardWriter(folder, s, dtype, shard_tokens) for s in SPLITS}
-            for document in _documents(inputs, field_name):
+            total = 0
+            for count, document in enumerate(_documents(inputs, field_name), start=1):
                 tokens = encoder.encode(document.text)
                 if not tokens:
                     continue
                 if encoder.eos is not None:
                     tokens.append(encoder.eos)
                 writers[document.split or _split_of(document.text, validation)].add(tokens)
+                total += len(tokens)
+                on_document(count, total)
             shards = [shard for writer in writers.values() for shard in writer.finish()]
             if not any(shard.split == "train" for shard in shards):
                 raise UserError(
