@@ -124,7 +124,7 @@ class KVCache:
                 rows = torch.where(found < self._sink, found, found + self._row(0))
             keys = _select(self._keys, rows, heads, self._heads)
             branches.append((heads, keys, _select(self._values, rows, heads, self._heads)))
-        if q.device.type != "cpu" and len(branches) == 1 and len(branches[0][0]) == self._heads:
+        if len(branches) == 1 and len(branches[0][0]) == self._heads:  # dense over these keys
             keys, values = (x.transpose(1, 2) for x in branches[0][1:])
             return attend_checked(q, keys, values, Mask(Dense(), is_causal=False), scale)
         return _attend_one(q, branches, scale)
@@ -142,18 +142,19 @@ def _visible_keys(
 def _select(x: Tensor, rows: slice | Tensor, seeing: range, heads: int) -> Tensor:
     """The rows of x (batch, kv_heads, rows, head_dim) that the query heads `seeing` read.
 
-    If they are all `heads`, each kv head stands once for its group, else once per query head.
+    A kv head stands for as many of them, in their order, as there are for each head returned.
     """
-    kv_heads = slice(None)
-    if len(seeing) < heads and x.shape[1] == heads:
-        kv_heads = _slice(seeing)
-    found = (
-        x[:, kv_heads, rows] if isinstance(rows, slice) else x[:, kv_heads].index_select(2, rows)
-    )
-    if len(seeing) < heads and x.shape[1] < heads:
-        group = heads // x.shape[1]
-        found = found[:, [head // group for head in seeing]]
-    return found
+    group, step = heads // x.shape[1], seeing.step
+    kv_heads: slice | list[int]
+    if step % group == 0:  # at most one of a group
+        kv_heads = slice(seeing.start // group, None, step // group)
+    elif group % step == 0:  # equally many of every group
+        kv_heads = slice(None)
+    else:
+        kv_heads = [head // group for head in seeing]
+    if isinstance(rows, slice):
+        return x[:, kv_heads, rows]
+    return x[:, kv_heads].index_select(2, rows)
 
 
 def _attend_one(q: Tensor, branches: list[tuple[range, Tensor, Tensor]], scale: float) -> Tensor:

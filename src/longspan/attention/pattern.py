@@ -154,7 +154,10 @@ class BlockSparse(Pattern):
         return seen | (uniform(self.seed, i, j) < self.density)
 
     def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
-        return self.blocks(queries // self.block_size, keys // self.block_size).long()
+        # Once per pair of blocks: with a density, a pair costs a hash.
+        i, row = torch.unique_consecutive(queries // self.block_size, return_inverse=True)
+        j, column = torch.unique_consecutive(keys // self.block_size, return_inverse=True)
+        return self.blocks(i, j).long()[row][:, column]
 
     def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
         b = self.block_size
