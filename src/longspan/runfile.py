@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 import sys
 import time
@@ -22,7 +21,7 @@ from longspan.errors import UserError
 from longspan.hf_config import LlamaConfig, read_llama_config
 from longspan.rules import Problem, check_rules
 from longspan.vocabulary import is_folder, rounded_vocab, vocab_of_data
-from longspan.wording import counted, toml_value
+from longspan.wording import counted, did_you_mean, toml_value
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -358,7 +357,7 @@ def _explain(
         otherwise, loc = inner, loc[1:]  # a nested table
     fields = type(otherwise).model_fields
     if detail["type"] == "extra_forbidden":
-        hint = _did_you_mean(loc[0], fields) or f"; it has {', '.join(fields)}"
+        hint = did_you_mean(loc[0], fields) or f"; it has {', '.join(fields)}"
         return Problem(path, f"unknown key{hint}")
     expected, hint = _expected(detail), ""
     if detail["type"] == "literal_error":
@@ -366,7 +365,7 @@ def _explain(
         *others, last = map(toml_value, choices)
         expected = f"expected {', '.join(others)} or {last}"
         words = [choice for choice in choices if isinstance(choice, str)]
-        hint = _did_you_mean(value, words, '"{}"') if isinstance(value, str) else ""
+        hint = did_you_mean(value, words, '"{}"') if isinstance(value, str) else ""
     if not hint and isinstance(value, str) and len(loc) == 1:
         hint = _unquoted(type(otherwise), loc[0], value)
     if not hint and len(loc) == 1 and (default := getattr(otherwise, loc[0])) not in (None, (), {}):
@@ -393,7 +392,7 @@ def _unquoted(section: type[Section], key: str, value: str) -> str:
 
 def _suggest(key: str, section: str) -> str:
     """Suggest what an unknown key of `section` was meant to be."""
-    if hint := _did_you_mean(key, SECTIONS[section].model_fields, f"{section}.{{}}"):
+    if hint := did_you_mean(key, SECTIONS[section].model_fields, f"{section}.{{}}"):
         return hint
     others = _sections_with(key)
     if others:
@@ -402,7 +401,7 @@ def _suggest(key: str, section: str) -> str:
 
 
 def _suggest_section(name: str) -> str:
-    if hint := _did_you_mean(name, SECTIONS, "[{}]"):
+    if hint := did_you_mean(name, SECTIONS, "[{}]"):
         return hint
     if sections := _sections_with(name):
         return f"; did you mean {sections[0]}.{name}?"
@@ -411,12 +410,6 @@ def _suggest_section(name: str) -> str:
 
 def _sections_with(key: str) -> list[str]:
     return [name for name, section in SECTIONS.items() if key in section.model_fields]
-
-
-def _did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
-    names = {name.casefold(): name for name in known}
-    close = difflib.get_close_matches(word.casefold(), names, n=1)
-    return f"; did you mean {form.format(names[close[0]])}?" if close else ""
 
 
 def _render(name: str, problems: list[Problem]) -> str:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import json
+from collections.abc import Iterable
 from typing import Any
 
 LONGEST = 80
@@ -13,6 +15,13 @@ def counted(number: int, noun: str) -> str:
     """Return "1 step", "2 steps", "1,000 steps"; `noun` is the singular."""
     suffix = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number:,} {noun}{suffix}"
+
+
+def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
+    """Return "; did you mean …?" with the known word closest to a mistyped one, or nothing."""
+    names = {name.casefold(): name for name in known}
+    close = difflib.get_close_matches(word.casefold(), names, n=1)
+    return f"; did you mean {form.format(names[close[0]])}?" if close else ""
 
 
 def toml_value(value: Any) -> str:

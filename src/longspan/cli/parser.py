@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
-from collections.abc import Iterable
 from typing import Any, NoReturn
+
+from longspan.wording import did_you_mean
 
 WIDTH = 80
 
@@ -106,8 +106,3 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
         if "\n" in text:
             return super()._fill_text(text, width, indent)
         return argparse.HelpFormatter._fill_text(self, text, width, indent)
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(word.lower(), list(known), n=1)
-    return f"; did you mean {close[0]!r}?" if close else ""
