@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import sysconfig
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -349,9 +350,12 @@ def _builtin(context: int) -> TokenSource:
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     digest = hashlib.sha256()
     documents: dict[str, list[bytes]] = {"train": [], "validation": []}
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        content = b"" if skipped & set(name.parts) else path.read_bytes()
+    paths = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - skipped  # site-packages may hold ten thousand files
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    for path in sorted(paths):
+        name, content = path.relative_to(root), path.read_bytes()
         if not content:
             continue
         in_validation = hashlib.sha256(name.as_posix().encode()).digest()[0] < 13
