@@ -283,6 +283,7 @@ def test_ctrl_c_twice_in_a_terminal_stops_at_once_and_each_message_has_its_own_l
     command = [sys.executable, "-m", "longspan", "train", *SMALL, f"data.source={shards}", *slow]
     with Terminal([*command, "--run-dir", str(tmp_path / "run")]) as terminal:
         terminal.wait_for("loading PyTorch")
+        terminal.wait_for("preparing model and data")
         terminal.wait_for("step 0/2000")
         terminal.type("\x03")
         terminal.wait_for("again to stop at once")
@@ -292,6 +293,7 @@ def test_ctrl_c_twice_in_a_terminal_stops_at_once_and_each_message_has_its_own_l
     assert "stopping after this step; press Ctrl-C again to stop at once" in screen
     assert "longspan: interrupted; nothing more was saved" in screen
     assert "loading PyTorch" not in "".join(screen)
+    assert "preparing" not in "".join(screen)
     assert "Traceback" not in "".join(screen)
     assert list((tmp_path / "run" / "checkpoints").iterdir()) == []
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longspan.data.build import build
-from longspan.progress import Progress
+from longspan.progress import Progress, measuring, waiting
 from tests.terminal import Terminal
 
 RUN = Path(__file__).parents[1] / "examples" / "recall.toml"
@@ -99,6 +99,16 @@ def test_phases_are_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixtu
         progress.phase("two [/]")
     output = capsys.readouterr()
     assert (output.out, output.err) == ("", "one\ntwo [/]\n")
+
+
+def test_nothing_is_shown_in_a_pipe_even_with_force_color(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with waiting("one"), measuring("two"):
+        print("result")
+    output = capsys.readouterr()
+    assert (output.out, output.err) == ("result\n", "")
 
 
 def test_a_phase_and_its_detail_are_one_line_in_a_terminal_that_is_cleared() -> None:

@@ -20,14 +20,18 @@ def stderr_console(*, quiet: bool = False) -> Console:
     )
 
 
-def waiting(text: str) -> Status:
-    """Return a context that shows `text` in a terminal while it lasts, and nothing elsewhere."""
-    return stderr_console().status(_escape(text), spinner="line")
+def waiting(text: str, *, quiet: bool = False) -> Status:
+    """Return a context that shows `text` in a terminal while it lasts, and nothing elsewhere.
+
+    Print no result within it: in a terminal, rich moves stdout above the line, to stderr. Ranks
+    that share a terminal are `quiet`, except for one.
+    """
+    return stderr_console(quiet=quiet).status(_escape(text), spinner="line")
 
 
-def loading() -> Status:
+def loading(*, quiet: bool = False) -> Status:
     """`waiting` for the import of PyTorch, which takes seconds: import it within this context."""
-    return waiting("loading PyTorch")
+    return waiting("loading PyTorch", quiet=quiet)
 
 
 def measuring(text: str) -> Live:

@@ -88,7 +88,7 @@ def train(args: argparse.Namespace) -> None:
         _train_in_processes(args, run_dir)
         return
 
-    with loading():
+    with loading(quiet=not world.is_main):
         from longspan.training import train
 
     result = train(run, run_dir, resume=args.resume is not None, world=world)

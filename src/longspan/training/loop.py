@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
 from longspan.parallel.pipeline import PipelinedDecoder
 from longspan.parallel.world import World
+from longspan.progress import waiting
 from longspan.runfile import check_run_folder
 from longspan.tracking import (
     HISTORY,
@@ -86,8 +87,13 @@ def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None 
     while True:
         fitting = with_hint(given, run_dir) if resume else given
         try:
-            with open_mesh(run.layout, world, device, run.train.hang_timeout_s) as mesh:
-                return _train(fitting, given, run_dir, device, mesh, resume=resume)
+            with (
+                waiting("preparing model and data", quiet=not world.is_main) as preparing,
+                open_mesh(run.layout, world, device, run.train.hang_timeout_s) as mesh,
+            ):
+                return _train(
+                    fitting, given, run_dir, device, mesh, resume=resume, on_ready=preparing.stop
+                )
         except OutOfMemory as error:
             if not halve_micro_batch(fitting.train, run_dir):
                 raise
@@ -102,9 +108,19 @@ def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None 
 
 
 def _train(
-    run: Run, given: Run, run_dir: Path, device: torch.device, mesh: ParallelMesh, *, resume: bool
+    run: Run,
+    given: Run,
+    run_dir: Path,
+    device: torch.device,
+    mesh: ParallelMesh,
+    *,
+    resume: bool,
+    on_ready: Callable[[], None],
 ) -> Result:
-    """`given` is the run file as the user wrote it; `run` may have a smaller micro-batch."""
+    """`given` is the run file as the user wrote it; `run` may have a smaller micro-batch.
+
+    `on_ready` is called before the first step.
+    """
     is_main = mesh.world.is_main
     settings, checkpoints = run.train, run_dir / CHECKPOINTS
     source = open_source(run.data, run.model)
@@ -129,6 +145,7 @@ def _train(
         open_run_folder(given, run_dir, device, source)
     meter = meter_of(run, device, state.step, mesh.world.size)
     history = History(run_dir / HISTORY if is_main else None)
+    on_ready()
     with (
         _record_failure(History(run_dir / HISTORY), state, run, device),  # of any rank
         StopRequests(run_dir if is_main else None) as requests,
