@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.config import Run
 from longspan.models import build_decoder
-from longspan.parallel.activation_checkpointing import checkpointed
+from longspan.parallel.apply import apply_to_blocks
 from longspan.runfile import load_run
 from longspan.training import train
 from tests.harness import Ranks
@@ -82,12 +83,12 @@ def test_a_run_resumes_without_it(tmp_path: Path) -> None:
     assert final_bytes(tmp_path / "changed") == final_bytes(tmp_path / "plain")
 
 
-def saved_bytes(mode: str) -> int:
+def saved_bytes(mode: str, *, compiled: bool = False) -> int:
     """Bytes of activations saved for the backward pass, without the weights."""
-    run = run_of("data.context=256")
+    train = [f"train.activation_checkpointing={mode}", f"train.compile={str(compiled).lower()}"]
+    run = run_of("data.context=256", *train)
     model = build_decoder(run, torch.device("cpu"))
-    for index, block in enumerate(model.blocks):
-        model.blocks[index] = checkpointed(block, mode)
+    apply_to_blocks(model, run.train)
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
 
@@ -106,3 +107,17 @@ def saved_bytes(mode: str) -> int:
 
 def test_full_saves_fewer_activations() -> None:
     assert saved_bytes("full") < saved_bytes("none") / 3
+
+
+def test_the_compiler_saves_what_selective_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The partition of forward and backward graphs, without generating code for them."""
+    compile_block = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", partialmethod(compile_block, backend="aot_eager_decomp_partition")
+    )
+    none, selective, full = (saved_bytes(m, compiled=True) for m in ("none", "selective", "full"))
+    run = run_of("data.context=256")
+    # Seven products per block, three of them with `ffn` columns or from them, and the attention.
+    widths = 4 * run.model.hidden + 2 * run.model.ffn
+    assert selective - full >= 4 * 256 * widths * run.model.layers
+    assert selective < none

@@ -5,7 +5,7 @@ The model comes on the meta device. `parallelize` takes it through these steps, 
 1. pipeline: drop the layers that other ranks hold (`pipeline.py`)
 2. sequence: split every sample's tokens over ranks (`sequence.py`)
 3. tensor: split heads, MLP width and vocabulary over ranks (`tensor.py`)
-4. compile each block, and wrap it for activation checkpointing (`activation_checkpointing.py`)
+4. wrap each block for activation checkpointing (`activation_checkpointing.py`), then compile it
 5. pipeline: put what is left into stages
 6. shard: FSDP2 shards parameters, gradients and optimizer state; with `replicate` beside it, each
    group of ranks shards a copy (HYBRID_SHARD)
@@ -117,15 +117,19 @@ def materialize(
 
 
 def apply_to_blocks(model: Decoder, train: Train, *, communicates: bool = False) -> None:
-    """Compile each block and wrap it for activation checkpointing, as `train` says.
+    """Wrap each block for activation checkpointing and compile it, as `train` says.
+
+    In this order the compiler sees which activations to save. A block compiled inside the wrapper
+    is opaque to it: "selective" would recompute the matrix products too.
 
     `communicates`: whether a block's forward pass runs collectives.
     """
+    mode = train.activation_checkpointing
     for index, block in enumerate(model.blocks):
+        wrapped = checkpointed(block, mode, communicates=communicates)
         if train.compile is True:
-            block.compile(fullgraph=not communicates)
-        mode = train.activation_checkpointing
-        model.blocks[index] = checkpointed(block, mode, communicates=communicates)
+            wrapped.compile(fullgraph=not communicates)
+        model.blocks[index] = wrapped
 
 
 def reduce_dtype(layout: Layout) -> torch.dtype:
