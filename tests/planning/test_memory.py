@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
+from longspan.benchmarks import memory
 from longspan.config import Run
+from longspan.device import resolve
 from longspan.planning import memory_per_rank
 from longspan.runfile import load_run
 from longspan.training.out_of_memory import memory_by_class
@@ -100,6 +104,19 @@ def test_offloaded_memory_is_not_on_the_device() -> None:
     )
     assert offloaded.on_device == resident.on_device - offloaded.offloaded == resident.transient
     assert offloaded.offloaded == sum((resident.parameters, resident.gradients, resident.optimizer))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [[], ["layout.offload=true"]], ids=["resident", "offloaded"])
+def test_on_a_gpu_a_step_needs_the_planned_memory(options: list[str]) -> None:
+    """Rank 0 of a fake world of 8; with offload the optimizer runs on the CPU."""
+    gc.collect()  # what earlier tests leave would count as freed by this one
+    run = load_run(None, [*memory.OPTIONS, "train.global_batch=8", *options], world=8)
+    run = resolve(run, torch.device("cuda"))
+    peak, between = memory.measure_memory(run, 8, steps=20)
+    planned = memory_per_rank(run, 8)[0]
+    assert peak == pytest.approx(planned.on_device, rel=0.1)
+    assert between < planned.on_device
 
 
 def test_zero_1_accumulates_unsharded_gradients() -> None:

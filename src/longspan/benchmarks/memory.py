@@ -1,6 +1,6 @@
 """`longspan bench memory`: planned against measured memory of model and optimizer, on one GPU.
 
-One process takes three training steps as rank 0 of a world without other processes: collectives of
+One process takes a few training steps as rank 0 of a world without other processes: collectives of
 torch's "fake" backend return at once with undefined data. Losses are meaningless, but memory is
 that of a real run. Samples have 64 tokens and activation checkpointing is on, so that activations
 hardly count. The workspace of cuBLAS is subtracted.
@@ -54,25 +54,26 @@ def bench_memory(world: int, overrides: Sequence[str], json_file: Path | None) -
     console, where = open_console(json_file), machine("cuda")
     run = resolve(load_run(None, [*OPTIONS, *overrides], world=world), torch.device("cuda"))
     planned = memory_per_rank(run, world)[0]
-    between = planned.parameters + planned.optimizer + planned.signs
-    measured_peak, measured_between = _measure(run, world)
+    states = 0 if run.layout.offload else planned.parameters + planned.optimizer
+    measured_peak, measured_between = measure_memory(run, world)
     rows = {
         "peak of a step": (planned.on_device, measured_peak),
-        "between steps": (between, measured_between),
+        "between steps": (states + planned.signs, measured_between),
     }
     processes = "processes" if world > 1 else "process"
     console.print(f"{where}; {world:,} {processes}, {' '.join(overrides)}", soft_wrap=True)
     table = Table("memory", "planned MiB", "measured MiB", "difference", box=None)
     for when, (ours, real) in rows.items():
-        figures = f"{ours / MIB:,.0f}", f"{real / MIB:,.0f}", f"{real / ours - 1:+.1%}"
+        difference = f"{real / ours - 1:+.1%}" if ours else "–"
+        figures = f"{ours / MIB:,.0f}", f"{real / MIB:,.0f}", difference
         table.add_row(when, *figures)
     console.print(table)
     found = [{"when": when, "planned": x, "measured": y} for when, (x, y) in rows.items()]
     write_json(json_file, where, {"gpus": world, "overrides": list(overrides)}, found)
 
 
-def _measure(run: Run, world: int) -> tuple[int, int]:
-    """Bytes at the peak of the third step, and after it."""
+def measure_memory(run: Run, world: int, steps: int = 3) -> tuple[int, int]:
+    """Bytes at the peak of the last of `steps` steps, and after it."""
     device = torch.device("cuda")
     if world > 1:
         dist.init_process_group("fake", rank=0, world_size=world, store=fake_store())
@@ -82,11 +83,14 @@ def _measure(run: Run, world: int) -> tuple[int, int]:
         engine = open_engine(run, mesh, device, context)
         state = TrainState(engine, mesh, Guard(0.0, device))
         with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
-            for _ in range(3):
+            for _ in range(steps):
                 torch.cuda.reset_peak_memory_stats()
                 train_step(state, data, run.train, device)
         peak = torch.cuda.max_memory_allocated() - before
-        return peak, torch.cuda.memory_allocated() - before
+        between = torch.cuda.memory_allocated() - before
+    if world > 1:
+        dist.destroy_process_group()
+    return peak, between
 
 
 def _cublas_workspace(device: torch.device) -> int:

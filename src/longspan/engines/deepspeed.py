@@ -138,7 +138,7 @@ class DeepSpeedEngine:
             for parameter in self.model.parameters() if self._scale.enabled else ():
                 if parameter.grad is not None:
                     parameter.grad /= self._scale.factor
-            self._check_step(clip_grad_norm(self.model, self._mesh, self._max_norm))
+            self._check_step(clip_grad_norm(self.model, self._mesh, self._max_norm, self._device))
         self._engine.step()
         if self._norm is None:  # DeepSpeed itself skips steps with non-finite gradients
             self._check_step(torch.tensor(math.inf, device=self._device))

@@ -106,7 +106,7 @@ class NativeEngine:
 
     def step(self, must_skip: StepCheck) -> Tensor:
         self.scaler.unscale_(self.optimizer)
-        norm = clip_grad_norm(self.model, self._mesh, self._max_norm)
+        norm = clip_grad_norm(self.model, self._mesh, self._max_norm, self._device)
         has_scaler = self.scaler.is_enabled()
         skip = must_skip(norm, may_overflow=has_scaler)
         if has_scaler:  # the scaler itself skips non-finite gradients

@@ -55,9 +55,13 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
-    """Step unless `skip` is 1.0: a fused optimizer reads it on the device, without a sync."""
+    """Step unless `skip` is 1.0: a fused optimizer reads it on the device, without a sync.
+
+    Parameters that are offloaded to CPU are updated there.
+    """
     if isinstance(optimizer, torch.optim.AdamW):
-        optimizer.found_inf = skip  # type: ignore[attr-defined]
+        device = optimizer.param_groups[0]["params"][0].device
+        optimizer.found_inf = skip.to(device)  # type: ignore[attr-defined]
         optimizer.step()
     elif not skip:
         optimizer.step()

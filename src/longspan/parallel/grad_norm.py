@@ -12,10 +12,13 @@ from longspan.parallel.mesh import ParallelMesh
 
 
 @torch.no_grad()
-def clip_grad_norm(model: Decoder, mesh: ParallelMesh, max_norm: float) -> Tensor:
+def clip_grad_norm(
+    model: Decoder, mesh: ParallelMesh, max_norm: float, device: torch.device
+) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`.
 
-    Returns the norm before clipping. A gradient that several ranks hold counts once.
+    Returns the norm before clipping, on `device`, the one that computes: gradients may be offloaded
+    to CPU. A gradient that several ranks hold counts once.
     """
     ranks = mesh.world.size / mesh.ranks["pipeline"]
     squares, gradients = [], []
@@ -28,11 +31,13 @@ def clip_grad_norm(model: Decoder, mesh: ParallelMesh, max_norm: float) -> Tenso
             assert parameter.grad is not None
             copies = ranks / num_shards(parameter.grad)
             squares.append(gradient.float().square().sum() / copies)
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    total = torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
     if mesh.device_mesh is not None:
         dist.all_reduce(total)
     norm = total.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    if gradients:
+        factor = factor.to(gradients[0].device)
     for gradient in gradients:
         gradient.mul_(factor)
     return norm
