@@ -11,8 +11,10 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from longspan.attention.kernels import block_sparse_kernels, branch
+from longspan.attention.kernels import block_sparse_kernels, branch, hopper
 
 HALF = ("q", "k", "v", "out", "do", "dq", "dk", "dv")
 FLOAT = ("lse", "safe_lse", "delta", "partial", "partial_k", "partial_v")
@@ -27,7 +29,7 @@ CHANGES: list[dict[str, Any]] = [
 
 def type_of(name: str) -> Any:
     if name.endswith("strides"):
-        return ("i32",) * (2 if name == "lse_strides" else 3)
+        return ("i32",) * 3
     if name in HALF:
         return "*bf16"
     if name in ("q_ids", "k_ids", "offsets"):
@@ -40,14 +42,18 @@ def type_of(name: str) -> Any:
 
 
 def compile_kernel(
-    function: Any, constants: dict[str, Any], descriptors: dict[str, str], stages: int
+    function: Any,
+    constants: dict[str, Any],
+    descriptors: dict[str, str],
+    stages: int,
+    source_type: type[ASTSource] = ASTSource,
 ) -> None:
     signature = {
         name: "constexpr" if name in constants else descriptors.get(name) or type_of(name)
         for name in function.arg_names
     }
     places = {(function.arg_names.index(name),): value for name, value in constants.items()}
-    source = ASTSource(function, signature, places, {})
+    source = source_type(function, signature, places, {})
     options = {"num_warps": 4, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
     if function is not branch.backward_preprocess:
@@ -83,6 +89,10 @@ def compile_block_sparse(cases: list[tuple[bool, bool]]) -> None:
         constants = {"FIRST": first, "LAST": last, **sizes}
         descriptors = {**dict.fromkeys(("q", "do", "ds"), tile), "offsets": "*i32"}
         compile_kernel(block_sparse_kernels.backward_dkdv, constants, descriptors, 2)
+        layout = gl.NVMMASharedLayout.get_default_for([64, 64], gl.float16)
+        described = dict.fromkeys(("q", "k", "v", "do", "ds"), f"tensordesc<bf16[64, 64],{layout}>")
+        arguments = {**described, "offsets": "*i32"}
+        compile_kernel(hopper.backward_dkdv, constants, arguments, 2, GluonASTSource)
     compile_kernel(block_sparse_kernels.backward_dq, sizes, dict.fromkeys(("k", "ds"), tile), 3)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from longspan.attention.custom_op import branch_attention, flatten
 from tests.attention.test_functional import dilated_patterns, output_and_gradients, random_qkv
 
 dispatch = pytest.importorskip("longspan.attention.kernels.dispatch")
+branch = pytest.importorskip("longspan.attention.kernels.branch")
+launch = pytest.importorskip("longspan.attention.kernels.launch")
 HAS_GPU = torch.cuda.is_available()
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(HAS_GPU, reason="runs on the GPU instead")),
@@ -226,3 +229,29 @@ def test_unsupported_inputs_are_errors() -> None:
         attend(q[:, :4], k, v, NESTED, backend="triton")
     with pytest.raises(ValueError, match=r"torch\.float64 is not supported by the kernels"):
         attend(q.double(), k.double(), v.double(), NESTED, backend="triton")
+
+
+def test_a_compilation_that_takes_long_is_announced(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    printed = threading.Event()
+    monkeypatch.setattr(launch, "ANNOUNCED_AFTER_S", 0.0)
+    monkeypatch.setattr(launch, "print", lambda *_, **__: printed.set(), raising=False)
+    with launch._announced("compiling"):
+        assert printed.wait(60)
+
+
+@pytest.mark.gpu
+def test_kernels_are_reused_for_other_shapes() -> None:
+    kernels = (branch.forward, branch.backward_preprocess, branch.backward_dq, branch.backward_dkdv)
+    pattern = Dilated((64, 256), (1, 4))
+
+    def compiled_after(batch: int, tokens: int) -> int:
+        qkv = random_qkv(batch, tokens, 12, 12, 64, device="cuda", dtype=torch.bfloat16)
+        attend(*qkv, pattern).sum().backward()
+        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+    even, uneven = compiled_after(1, 4096), compiled_after(1, 4100)
+    assert uneven > even
+    others = [(4, 512), (1, 8192), (3, 4099), (1, 7001), (2, 300)]
+    assert {compiled_after(*shape) for shape in others} == {uneven}

@@ -52,8 +52,8 @@ def has_kernels(device: torch.device) -> bool:
 
 @lru_cache(maxsize=8)
 def _has_gluon(device: torch.device) -> bool:
-    """Gluon is experimental: its backward_dkdv was tested with Triton 3.6 only."""
-    return device.type == "cuda" and triton.__version__.startswith("3.6.")
+    """Gluon is experimental: its backward_dkdv was tested with Triton 3.6 and 3.7."""
+    return device.type == "cuda" and triton.__version__.startswith(("3.6.", "3.7."))
 
 
 @lru_cache(maxsize=8)

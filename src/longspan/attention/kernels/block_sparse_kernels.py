@@ -53,7 +53,7 @@ def _accumulate(
         tl.store(partial + partial_offset, acc)
 
 
-@triton.jit(do_not_specialize=["first", "begin", "tiles"])
+@triton.jit(do_not_specialize=["first", "heads", "group", "begin", "tiles"])
 def backward_dkdv(
     q, k, v, do, lse, delta, ds, dk, dv, partial_k, partial_v, offsets, queries, first,
     tokens, heads, group, begin, tiles, scale_log2, softmax_scale, k_stride, v_stride,
@@ -103,7 +103,7 @@ def backward_dkdv(
     _accumulate(dv_acc, dv, partial_v, offset, partial_offset, has_partial, FIRST, LAST)
 
 
-@triton.jit(do_not_specialize=["first", "end", "tiles"])
+@triton.jit(do_not_specialize=["first", "heads", "group", "end", "tiles"])
 def backward_dq(
     ds, k, dq, offsets, keys, slots, first, tokens, heads, group, end, tiles, softmax_scale,
     HEAD_DIM: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,

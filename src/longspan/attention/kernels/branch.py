@@ -33,6 +33,11 @@ import triton.language as tl
 # mypy: ignore-errors
 
 
+SHAPES = ("lse_stride", "id_stride")
+"""Arguments that differ from one input to the next. Triton would compile a kernel again whenever
+one of them becomes 1 or a multiple of 16, or ceases to be. Strides are always multiples of 16."""
+
+
 @triton.jit
 def _tile_bounds(
     pid, head, tokens, rate, segment, inner, SKIP_INNER: tl.constexpr, TILE: tl.constexpr
@@ -166,10 +171,10 @@ def _forward_inner(
     return acc, l_i, m_i
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SHAPES)
 def forward(
     q, k, v, out, partial, lse, q_ids, k_ids, offsets, indices,
-    q_strides, out_strides, partial_strides, lse_strides, id_stride,
+    q_strides, out_strides, partial_strides, lse_stride, id_stride,
     tokens, heads, first_head, group, rate, segment, inner, partial_rate, block_size, scale_log2,
     RATIOS: tl.constexpr, SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, EVEN: tl.constexpr, BLOCK_SPARSE: tl.constexpr, HAS_IDS: tl.constexpr,
@@ -189,9 +194,7 @@ def forward(
     valid = row < end
     position = rho + row * rate
     in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
-    lse_rows = (
-        lse + batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + position
-    )
+    lse_rows = lse + tl.program_id(1).to(tl.int64) * lse_stride + position
     partial_rows = _pointers(
         partial, partial_strides, batch, position // partial_rate, head, TILE_D
     )
@@ -247,9 +250,10 @@ def forward(
         tl.store(partial_rows, acc, mask=in_bounds)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SHAPES)
 def backward_preprocess(
-    out, do, lse, delta, safe_lse, out_strides, do_strides, lse_strides, tokens, heads,
+    out, do, lse, delta, safe_lse, out_strides, do_strides, lse_stride, delta_stride, tokens,
+    heads,
     HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """delta = rowsum(dO ∘ O); safe_lse = the log-sum-exp, but +inf for queries that see no key."""
@@ -261,9 +265,9 @@ def backward_preprocess(
     out_tile = tl.load(out_rows, mask=in_bounds, other=0.0).to(tl.float32)
     do_rows = _pointers(do, do_strides, batch, row, head, TILE_D)
     do_tile = tl.load(do_rows, mask=in_bounds, other=0.0).to(tl.float32)
-    offset = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + row
+    lse_i = tl.load(lse + tl.program_id(1).to(tl.int64) * lse_stride + row, mask=valid)
+    offset = tl.program_id(1).to(tl.int64) * delta_stride + row
     tl.store(delta + offset, tl.sum(out_tile * do_tile, 1), mask=valid)
-    lse_i = tl.load(lse + offset, mask=valid)
     tl.store(safe_lse + offset, tl.where(lse_i == float("-inf"), float("inf"), lse_i), mask=valid)
 
 
@@ -318,10 +322,10 @@ def _dq_inner(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SHAPES)
 def backward_dq(
     q, k, v, do, lse, delta, dq, partial, q_ids, k_ids, offsets, indices,
-    q_strides, do_strides, dq_strides, partial_strides, lse_strides, id_stride,
+    q_strides, do_strides, dq_strides, partial_strides, delta_stride, id_stride,
     tokens, heads, first_head, group, rate, segment, inner, partial_rate, block_size, scale_log2,
     softmax_scale,
     RATIOS: tl.constexpr, SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
@@ -342,7 +346,7 @@ def backward_dq(
     valid = row < end
     position = rho + row * rate
     in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
-    lse_offset = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + position
+    lse_offset = tl.program_id(1).to(tl.int64) * delta_stride + position
     ids = batch.to(tl.int64) * id_stride
 
     q_rows = _pointers(q, q_strides, batch, position, head, TILE_D)
@@ -422,10 +426,10 @@ def _dkdv_inner(
     return dk_acc, dv_acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SHAPES)
 def backward_dkdv(
     q, k, v, do, lse, delta, dk, dv, partial_k, partial_v, q_ids, k_ids, offsets,
-    indices, k_strides, v_strides, dk_strides, partial_strides, lse_strides, id_stride,
+    indices, k_strides, v_strides, dk_strides, partial_strides, delta_stride, id_stride,
     tokens, heads, first_head, group, rate, segment, inner, partial_rate, block_size, scale_log2,
     softmax_scale,
     RATIOS: tl.constexpr, SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
@@ -445,7 +449,7 @@ def backward_dkdv(
     valid = col < end
     position = rho + col * rate
     in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
-    lse_offset = batch.to(tl.int64) * lse_strides[0] + head.to(tl.int64) * lse_strides[1] + rho
+    lse_offset = tl.program_id(1).to(tl.int64) * delta_stride + rho
     ids = batch.to(tl.int64) * id_stride
 
     k_rows = _pointers(k, k_strides, batch, position, head // group, TILE_D)

@@ -17,7 +17,7 @@ from longspan.attention.kernels import block_sparse
 from longspan.attention.kernels import branch as branch_kernels
 from longspan.attention.kernels.block_index import block_index
 from longspan.attention.kernels.block_sparse import LOG2_E
-from longspan.attention.kernels.launch import Launch, Tiles
+from longspan.attention.kernels.launch import Launch, Tiles, launch_all
 from longspan.attention.pattern import BlockSparse, Dilated, Pattern
 
 PARTIAL_BYTES = 128 << 20
@@ -215,12 +215,13 @@ def _launches(
     tokens: int,
     strides: tuple[tuple[int, ...], ...],
     descriptor_strides: tuple[tuple[int, ...], ...],
-    id_stride: int,
+    row_strides: tuple[int, int],
 ) -> list[Launch]:
     """The launches of one kernel over a slab of `tokens`, one per branch.
 
     `strides` are those of the tensors that the kernel addresses by pointers, in its order;
-    `descriptor_strides` those it reads through descriptors, which a launch makes once.
+    `descriptor_strides` those it reads through descriptors, which a launch makes once;
+    `row_strides` those between the rows of the log-sum-exp and between those of the ids.
     """
     is_dkdv = name == "backward_dkdv"
     block_size = 1 if call.blocks is None else call.blocks.block_size
@@ -232,7 +233,7 @@ def _launches(
         length = branch.inner or branch.segment
         rows = -(-tokens // branch.rate)
         scalars = (
-            *strides, id_stride, tokens, call.heads, call.first_head, call.group, branch.rate,
+            *strides, *row_strides, tokens, call.heads, call.first_head, call.group, branch.rate,
             branch.segment, branch.inner, call.schedule.partial_rate, block_size, *scales,
         )  # fmt: skip
         constants = {
@@ -256,8 +257,10 @@ def _launches(
 
 
 @lru_cache(maxsize=64)
-def _preprocess(call: _Call, strides: tuple[tuple[int, ...], ...]) -> Launch:
-    scalars = (*strides, call.tokens, call.heads)
+def _preprocess(
+    call: _Call, strides: tuple[tuple[int, ...], ...], row_strides: tuple[int, int]
+) -> Launch:
+    scalars = (*strides, *row_strides, call.tokens, call.heads)
     constants = {"HEAD_DIM": call.head_dim, "TILE_D": call.padded_dim, "TILE": 64}
     grid = (-(-call.tokens // 64), call.batch * call.heads)
     kernel = branch_kernels.backward_preprocess
@@ -332,14 +335,17 @@ def _forward_slab(
 ) -> None:  # fmt: skip
     tokens = out.shape[1]
     partial = call.new_partial(tokens)
-    strides = q.stride()[:3], out.stride()[:3], partial.stride()[:3], lse.stride()[:2]
-    id_stride = q_ids.stride(0) if call.has_ids else 0
-    launches = _launches(call, "forward", tokens, strides, (k.stride(), v.stride()), id_stride)
-    for branch, launch in zip(call.schedule.branches, launches, strict=True):
-        launch(
+    strides = q.stride()[:3], out.stride()[:3], partial.stride()[:3]
+    row_strides = lse.stride(1), q_ids.stride(0) if call.has_ids else 0
+    launches = _launches(call, "forward", tokens, strides, (k.stride(), v.stride()), row_strides)
+    pointers = [
+        (
             q, launch.descriptor(0, k), launch.descriptor(1, v), out, partial, lse, q_ids, k_ids,
             *call.block_index(branch, lse, by_key=False),
-        )  # fmt: skip
+        )
+        for branch, launch in zip(call.schedule.branches, launches, strict=True)
+    ]  # fmt: skip
+    launch_all(launches, pointers)
     if not call.schedule.is_nested:
         out.copy_(partial)
 
@@ -361,10 +367,12 @@ def backward(
     dq, dk, dv = call.new_result(), call.new_result(), call.new_result()
     q, k, v, do = (_kernel_input(x, call.unit) for x in (q, k, v, do))
     out, lse = _kernel_input(out, 1), lse.contiguous()
-    delta, safe_lse = torch.empty_like(lse), torch.empty_like(lse)
+    rows = call.batch, call.heads, -(-call.tokens // 16) * 16  # the kernels read aligned rows
+    delta, safe_lse = (lse.new_empty(rows)[..., : call.tokens] for _ in range(2))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        strides = out.stride()[:3], do.stride()[:3], lse.stride()[:2]
-        _preprocess(call, strides)(out, do, lse, delta, safe_lse)
+        strides = out.stride()[:3], do.stride()[:3]
+        row_strides = lse.stride(1), delta.stride(1)
+        _preprocess(call, strides, row_strides)(out, do, lse, delta, safe_lse)
         if call.has_block_sparse_backward:
             assert call.blocks is not None
             block_sparse.backward(q, k, v, do, safe_lse, delta, dq, dk, dv, call.blocks, call.scale)
@@ -401,15 +409,20 @@ def _dq_slab(call: _Call, inputs: _Inputs, dq: Tensor) -> None:
     tokens = dq.shape[1]
     partial = call.new_partial(tokens)
     strides = (
-        q.stride()[:3], do.stride()[:3], dq.stride()[:3], partial.stride()[:3], lse.stride()[:2],
+        q.stride()[:3], do.stride()[:3], dq.stride()[:3], partial.stride()[:3],
     )  # fmt: skip
-    id_stride = q_ids.stride(0) if call.has_ids else 0
-    launches = _launches(call, "backward_dq", tokens, strides, (k.stride(), v.stride()), id_stride)
-    for branch, launch in zip(call.schedule.branches, launches, strict=True):
-        launch(
+    row_strides = lse.stride(1), q_ids.stride(0) if call.has_ids else 0
+    launches = _launches(
+        call, "backward_dq", tokens, strides, (k.stride(), v.stride()), row_strides
+    )
+    pointers = [
+        (
             q, launch.descriptor(0, k), launch.descriptor(1, v), do, lse, delta, dq, partial,
             q_ids, k_ids, *call.block_index(branch, lse, by_key=False),
-        )  # fmt: skip
+        )
+        for branch, launch in zip(call.schedule.branches, launches, strict=True)
+    ]  # fmt: skip
+    launch_all(launches, pointers)
     if not call.schedule.is_nested:
         dq.copy_(partial)
 
@@ -419,16 +432,19 @@ def _dkdv_slab(call: _Call, inputs: _Inputs, dk: Tensor, dv: Tensor) -> None:
     tokens = dk.shape[1]
     partial_k, partial_v = call.new_partial(tokens), call.new_partial(tokens)
     strides = (
-        k.stride()[:3], v.stride()[:3], dk.stride()[:3], partial_k.stride()[:3], lse.stride()[:2],
+        k.stride()[:3], v.stride()[:3], dk.stride()[:3], partial_k.stride()[:3],
     )  # fmt: skip
-    id_stride = q_ids.stride(0) if call.has_ids else 0
+    row_strides = lse.stride(1), q_ids.stride(0) if call.has_ids else 0
     described = q.stride(), do.stride()
-    launches = _launches(call, "backward_dkdv", tokens, strides, described, id_stride)
-    for branch, launch in zip(call.schedule.branches, launches, strict=True):
-        launch(
+    launches = _launches(call, "backward_dkdv", tokens, strides, described, row_strides)
+    pointers = [
+        (
             launch.descriptor(0, q), k, v, launch.descriptor(1, do), lse, delta, dk, dv, partial_k,
             partial_v, q_ids, k_ids, *call.block_index(branch, lse, by_key=True),
-        )  # fmt: skip
+        )
+        for branch, launch in zip(call.schedule.branches, launches, strict=True)
+    ]  # fmt: skip
+    launch_all(launches, pointers)
     if not call.schedule.is_nested:
         dk.copy_(partial_k)
         dv.copy_(partial_v)

@@ -22,6 +22,8 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 # mypy: ignore-errors
 
+thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.7
+
 
 def make_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
     """A tensor descriptor (TMA) of a matrix that is read or written block by block."""
@@ -60,7 +62,7 @@ def _load_async(
 @gluon.jit
 def _store_ds(ds_value, ds, ds_tile, row, column):
     tma.store_wait(0)
-    gl.thread_barrier()
+    thread_barrier()
     ds_tile.store(ds_value)
     fence_async_shared()
     tma.async_copy_shared_to_global(ds, [row, column], ds_tile)
@@ -85,7 +87,7 @@ def _step(
     dp = warpgroup_mma(v_tile, do_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
     qk, dk_acc, dv_acc = warpgroup_mma_wait(1, deps=[qk, dk_acc, dv_acc])
     async_copy.wait_group(0)
-    gl.thread_barrier()  # every warp has finished with the other buffer
+    thread_barrier()  # every warp has finished with the other buffer
     _load_async(
         q, do, lse, delta, m_next, origin, column, ready, q_tiles, do_tiles, lse_delta,
         1 - buffer, j + 1 < end, TILE_M, WARPS,
@@ -122,7 +124,7 @@ def _accumulate(
         gl.store(partial + partial_offset, acc)
 
 
-@gluon.jit(do_not_specialize=["first", "begin", "tiles"])
+@gluon.jit(do_not_specialize=["first", "heads", "group", "begin", "tiles"])
 def backward_dkdv(
     q, k, v, do, lse, delta, ds, dk, dv, partial_k, partial_v, offsets, queries, first,
     tokens, heads, group, begin, tiles, scale_log2, softmax_scale,

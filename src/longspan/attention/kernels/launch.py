@@ -1,13 +1,22 @@
-"""One launch of a Triton kernel; its compiled form is cached after the first call."""
+"""Launches of Triton kernels, whose compiled form is cached after the first call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Timer
 from typing import Any
 
 from torch import Tensor
+from triton.runtime import JITFunction
+from triton.runtime._async_compile import AsyncCompileMode
 from triton.tools.tensor_descriptor import TensorDescriptor
+
+ANNOUNCED_AFTER_S = 2.0
+"""Seconds of compilation after which a message says what the program waits for."""
 
 
 @dataclass(frozen=True)
@@ -38,16 +47,31 @@ class Launch:
         self._run: Any = None
         self._prototypes: dict[int, Any] = {}
 
+    @property
+    def is_compiled(self) -> bool:
+        return self._run is not None
+
     def __call__(self, *pointers: Any) -> None:
         if self._run is not None:
             self._run(*pointers, *self.scalars, *self.constants.values())
             return
-        compiled = self.kernel[self.grid](
-            *pointers, *self.scalars, **self.constants, num_warps=self.tiles.warps,
-            num_stages=self.tiles.stages, maxnreg=self.tiles.registers,
-        )  # fmt: skip
+        compiled = self.kernel[self.grid](*pointers, *self.scalars, **self._options)
         if compiled is not None:  # the interpreter compiles nothing
             self._run = compiled[(*self.grid, 1)]
+
+    def compile(self, *pointers: Any) -> None:
+        """Compile the kernel for these arguments; within AsyncCompileMode only start to."""
+        if isinstance(self.kernel, JITFunction):  # not interpreted
+            self.kernel.warmup(*pointers, *self.scalars, grid=self.grid, **self._options)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {
+            **self.constants,
+            "num_warps": self.tiles.warps,
+            "num_stages": self.tiles.stages,
+            "maxnreg": self.tiles.registers,
+        }
 
     def descriptor(self, index: int, x: Tensor) -> Any:
         """x (batch, tokens, heads, head_dim) as (batch, rows, rate, heads, head_dim), in tiles.
@@ -64,3 +88,30 @@ class Launch:
         new = object.__new__(TensorDescriptor)
         vars(new).update(self._prototypes[index], base=x)
         return new
+
+
+def launch_all(launches: Sequence[Launch], pointers: Sequence[tuple[Any, ...]]) -> None:
+    """Launch kernels one after the other; new ones are compiled first, side by side."""
+    if not launches[0].is_compiled:
+        with (
+            _announced(f"compiling {len(launches)} attention kernels for new inputs"),
+            ThreadPoolExecutor(len(launches)) as pool,
+            AsyncCompileMode(pool),
+        ):
+            for launch, arguments in zip(launches, pointers, strict=True):
+                launch.compile(*arguments)
+    for launch, arguments in zip(launches, pointers, strict=True):
+        launch(*arguments)
+
+
+@contextmanager
+def _announced(text: str) -> Iterator[None]:
+    """Print `text` if what is done in this context takes long."""
+    message = f"longspan: {text}; Triton caches them on disk"
+    timer = Timer(ANNOUNCED_AFTER_S, print, [message], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
