@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "config": set(),
     "builtin": {"config"},
     "costs": {"config"},
-    "derived": {"config", "costs"},
+    "derived": {"attention", "config", "costs"},
     "rules": {"config", "costs"},
     "hf_config": {"config"},
     "runfile": {"builtin", "config", "hf_config", "rules"},

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from longspan.attention import Dilated, pattern_of
+from longspan.attention.kernels.dispatch import schedule_branches
+from longspan.attention.pattern import reach
 from longspan.config import Layout, Run
 from longspan.derived import derived_values
 from longspan.errors import UserError
@@ -35,7 +38,7 @@ def test_toml_yaml_and_overrides_give_the_same_run(tmp_path: Path) -> None:
     overrides = ["model.preset=125m", "train.lr=3e-4", "train.steps=7"]
     assert from_toml == load_run(tmp_path / "empty.toml", overrides)
     assert from_toml.model.hidden == 768
-    assert from_toml.attention.segment_lengths == (2048, 4096, 8192)
+    assert from_toml.attention.segment_lengths == (2048, 8192)
 
 
 def test_a_dumped_run_reads_back_the_same(tmp_path: Path) -> None:
@@ -47,7 +50,7 @@ def test_a_dumped_run_reads_back_the_same(tmp_path: Path) -> None:
 def test_presets_fill_what_is_not_given() -> None:
     run = load_run(None, ["model.preset=350m", "model.hidden=512", "model.heads=8"])
     assert (run.model.layers, run.model.kv_heads, run.model.ffn) == (24, 8, 1408)
-    assert run.attention.dilation_rates == (1, 2, 4, 8)
+    assert run.attention.dilation_rates == (1, 4)
     dense = load_run(None, ["attention.kind=dense"])
     assert dense.attention.segment_lengths == ()
 
@@ -351,3 +354,26 @@ def test_an_override_can_set_a_key_of_a_table_but_not_of_a_value() -> None:
     for broken in ("train..steps=1", "train.=1", ".steps=1", 'model."a=1'):
         with pytest.raises(UserError, match="must look like section"):
             load_run(None, [broken])
+
+
+@pytest.mark.parametrize("preset", ["tiny", "125m", "13b"])
+@pytest.mark.parametrize("context", [64, 4096, 20000, 32768, 40000, 131072, 1048576, 10**12])
+def test_default_branches_reach_the_context_and_nest(preset: str, context: int) -> None:
+    run = load_run(None, [f"model.preset={preset}", f"data.context={context}"])
+    pattern = pattern_of(run.attention)
+    assert isinstance(pattern, Dilated)
+    assert reach([pattern] * run.model.layers, context, run.model.heads) == context
+    assert schedule_branches(pattern.branches, has_blocks=False).is_nested
+    longest = pattern.segment_lengths[-2:]
+    assert len(longest) < 2 or longest[0] < context  # no branch more than it takes
+
+
+def test_a_pattern_that_does_not_reach_the_context_is_warned_of() -> None:
+    segments = ["attention.segment_lengths=[2048,8192]", "attention.dilation_rates=[1,4]"]
+    run = load_run(None, ["model.preset=125m", "data.context=32768", *segments])
+    text = derived_values(run, run.layout.resolve(1))["reach"]
+    assert "12 layers the last token depends on 8,192 of 32,768 tokens; warning:" in text
+    window = ["attention.kind=block_sparse", "attention.local_window=1024"]
+    text = derived_values(load_run(None, window), run.layout.resolve(1))["reach"]
+    assert "2 layers the last token depends on 1,920 of 4,096 tokens; warning:" in text
+    assert "warning" not in derived_values(load_run(None), run.layout.resolve(1))["reach"]

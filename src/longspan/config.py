@@ -132,9 +132,11 @@ class Attention(Section):
     kind: Literal["dense", "dilated", "block_sparse"] = "dilated"
     """Attention pattern, which decides which keys a query attends to."""
     segment_lengths: Integers = ()
-    """Tokens per segment of each dilated branch; by default those of the model preset."""
+    """Tokens per segment of each dilated branch; by default they grow from 2,048 (preset "tiny":
+    256) to the context."""
     dilation_rates: Integers = ()
-    """Dilation rate of each branch, which attends to every n-th position of its segment."""
+    """Dilation rate of each branch, which attends to every n-th position of its segment; by default
+    1, 4, 16 and 32, as many as the context needs."""
     block_size: Positive = 128
     """Tokens per block of a block-sparse pattern, which always keeps the blocks on the diagonal."""
     local_window: NonNegative = 0

@@ -11,7 +11,7 @@ from longspan.wording import counted
 
 
 def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
-    """Return what follows from a run on `ranks` per axis: batch, tokens, layout."""
+    """Return what follows from a run on `ranks` per axis: attention, batch, tokens, layout."""
     train, context = run.train, run.data.context
     data_parallel = ranks["replicate"] * ranks["shard"]
     accumulation = train.global_batch // (train.micro_batch * data_parallel)
@@ -23,6 +23,7 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
         **data_vocab,
         "attention": f"{run.attention.kind}{_pattern_text(run.attention)}, context {context:,}, "
         f"RoPE theta {run.model.rope_theta_for(context):,.0f}",
+        "reach": reach_text(run),
         "batch": f"{train.global_batch} = micro-batch {train.micro_batch} × gradient accumulation "
         f"{accumulation} × data-parallel {data_parallel}",
         "tokens": f"{tokens:,} per step × {steps} = {tokens * train.steps:,}",
@@ -43,6 +44,23 @@ def _vocab_text(run: Run) -> str:
     if size == rounded_vocab(needed):
         return f"{size:,}: the tokenizer's {needed:,}, rounded up to a multiple of {MULTIPLE}"
     return f"{size:,}; the tokenizer has {needed:,}"
+
+
+def reach_text(run: Run) -> str:
+    """How much of the context the last token depends on, with a warning if that is not all."""
+    from longspan.attention.pattern import pattern_of, reach  # loads torch
+
+    layers, context = run.model.layers, run.data.context
+    tokens = reach([pattern_of(run.attention)] * layers, context, run.model.heads)
+    depth = "1 layer" if layers == 1 else f"{layers} layers"
+    text = f"over {depth} the last token depends on {tokens:,} of {context:,} tokens"
+    if tokens == context:
+        return text
+    change = {
+        "dilated": f"add a segment of {context:,} tokens to attention.segment_lengths",
+        "block_sparse": "raise attention.local_window or set attention.global_tokens",
+    }[run.attention.kind]
+    return f"{text}; warning: nothing earlier can influence it: {change}, or lower data.context"
 
 
 def _linear_text(model: Model) -> str:

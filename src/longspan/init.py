@@ -13,7 +13,6 @@ from typing import Any
 
 import tomli_w
 
-from longspan import presets
 from longspan.config import Run
 from longspan.costs import count_parameters
 from longspan.data.source import open_source
@@ -45,6 +44,9 @@ KEYS: dict[str, tuple[str, ...]] = {
     "track": ("log_every", "prompt"),
 }
 """The keys that people change; all others keep their defaults."""
+
+FOLLOWING = ("segment_lengths", "dilation_rates")
+"""Keys that follow the context: they are written as comments."""
 
 LEARNING_RATES = {"tiny": 2.5e-3, "125m": 6e-4, "350m": 3e-4, "1.3b": 2e-4, "7b": 1.2e-4}
 LEARNING_RATES["13b"] = 1e-4
@@ -87,7 +89,6 @@ def this_machine(*, has_gpu: bool) -> Machine:
 def starter_run(preset: str | None, data: Path | None, machine: Machine) -> Run:
     """Return a run of a model preset for a machine, on the built-in data or a folder of shards."""
     preset = preset or ("tiny" if machine.device == "cpu" else "125m")
-    branches = presets.BRANCHES[preset]
     is_tiny = preset == "tiny"
     sequences = 2 if is_tiny else 8
     tables: dict[str, dict[str, Any]] = {
@@ -95,7 +96,7 @@ def starter_run(preset: str | None, data: Path | None, machine: Machine) -> Run:
         "model": {"preset": preset, **({} if data else {"vocab": 256})},
         "data": {
             "source": str(data) if data else "builtin",
-            "context": max(branches["segment_lengths"]),
+            "context": 4096 if is_tiny else 8192,
         },
         "train": {
             "steps": 400 if is_tiny else 2000,
@@ -129,7 +130,8 @@ def render(run: Run, machine: Machine) -> str:
         for key in keys:
             text = " ".join((SECTIONS[section].model_fields[key].description or "").split())
             lines += textwrap.wrap(text, 98, initial_indent="# ", subsequent_indent="# ")
-            lines.append(_line(key, values[section][key]))
+            line = _line(key, values[section][key])
+            lines.append(f"# {line}" if key in FOLLOWING else line)
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""Named model sizes with their dilated attention settings. Plain data.
+"""Named model sizes, and the branches of their dilated attention.
 
 `config.Model` fills in `kv_heads` (equal to `heads`) and `ffn` (8/3 of `hidden`, rounded up to a
 multiple of 128).
@@ -7,16 +7,6 @@ multiple of 128).
 from __future__ import annotations
 
 from typing import Any
-
-_Branches = dict[str, tuple[int, ...]]
-
-_THREE: _Branches = {"segment_lengths": (2048, 4096, 8192), "dilation_rates": (1, 2, 4)}
-_FOUR: _Branches = {"segment_lengths": (2048, 4096, 8192, 16384), "dilation_rates": (1, 2, 4, 8)}
-_FIVE: _Branches = {
-    "segment_lengths": (2048, 4096, 8192, 16384, 32768),
-    "dilation_rates": (1, 2, 4, 8, 16),
-}
-_TINY: _Branches = {"segment_lengths": (256, 1024, 4096), "dilation_rates": (1, 4, 16)}
 
 # 50304 is GPT-2's vocabulary of 50257 rounded up to a multiple of 64.
 MODELS: dict[str, dict[str, Any]] = {
@@ -28,11 +18,23 @@ MODELS: dict[str, dict[str, Any]] = {
     "13b": {"layers": 40, "hidden": 5120, "heads": 40, "vocab": 50304, "tie_embeddings": False},
 }
 
-BRANCHES: dict[str, _Branches] = {
-    "tiny": _TINY,
-    "125m": _THREE,
-    "350m": _FOUR,
-    "1.3b": _FIVE,
-    "7b": _FIVE,
-    "13b": _FIVE,
-}
+SEGMENTS = {name: 256 if name == "tiny" else 2048 for name in MODELS}
+"""Length of the shortest segment of the dilated attention."""
+
+RATES = (1, 4, 16, 32)
+"""Dilation rates. The largest is 32 times the smallest, with which the GPU kernels are fastest."""
+
+
+def branches(segment: int, context: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Segment lengths and dilation rates whose last segment holds the whole context.
+
+    A segment of w tokens costs w/r² keys per query, so those of up to 32,768 tokens together cost
+    less than a third more than the first, and one of a million tokens half as much as the first.
+    """
+    lengths = [segment]
+    for rate in RATES[1:]:
+        if lengths[-1] >= context:
+            break
+        lengths.append(segment * rate)
+    lengths[-1] = max(lengths[-1], -(-context // lengths[-1]) * lengths[-1])
+    return tuple(lengths), RATES[: len(lengths)]

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from longspan import presets
 from longspan.builtin import follow, read_builtin
-from longspan.config import AXES, Model, Run, Section
+from longspan.config import AXES, Data, Model, Run, Section
 from longspan.errors import UserError
 from longspan.hf_config import LlamaConfig, read_llama_config
 from longspan.rules import Problem, check_rules
@@ -139,15 +139,20 @@ def saved_run_file(run_dir: Path) -> Path:
 
 
 def _fill_branches(tables: dict[str, Any]) -> dict[str, Any]:
-    """Give a dilated [attention] without branches those of the model preset."""
-    model, attention = tables.get("model", {}), tables.get("attention", {})
-    if not isinstance(model, Mapping) or not isinstance(attention, Mapping):
+    """Give a dilated [attention] without branches those that fit the model preset and context."""
+    model, attention, data = (tables.get(key, {}) for key in ("model", "attention", "data"))
+    if not all(isinstance(table, Mapping) for table in (model, attention, data)):
         return tables
     has_branches = {"segment_lengths", "dilation_rates"} & set(attention)
     if attention.get("kind", "dilated") != "dilated" or has_branches:
         return tables
-    # An unknown preset is reported by itself, not by branches that it does not have.
-    branches = presets.BRANCHES.get(str(model.get("preset")), presets.BRANCHES["tiny"])
+    try:
+        context = Data.model_validate({"context": data.get("context", Data().context)}).context
+    except ValidationError:  # reported by itself, not by branches that it does not have
+        context = Data().context
+    segment = presets.SEGMENTS.get(str(model.get("preset", "tiny")), presets.SEGMENTS["tiny"])
+    lengths, rates = presets.branches(segment, context)
+    branches = {"segment_lengths": lengths, "dilation_rates": rates}
     return {**tables, "attention": {**branches, **attention}}
 
 

@@ -18,6 +18,7 @@ from longspan.attention import (
     pattern_of,
     picture,
 )
+from longspan.attention.pattern import reach
 from longspan.config import Attention
 from tests.attention.test_functional import PATTERNS
 
@@ -165,3 +166,47 @@ def test_pattern_of_a_run_file_section() -> None:
     assert pattern_of(Attention(kind="dense")) == Dense()
     dilated = Attention(segment_lengths=(4, 8), dilation_rates=(1, 2))
     assert pattern_of(dilated) == Dilated((4, 8), (1, 2))
+
+
+REACHES = [
+    (Dense(), 1, 256),
+    (Dilated((16, 64), (1, 4)), 1, 61),  # the last token keeps every fourth, from 195
+    (Dilated((16, 64), (1, 4)), 9, 64),
+    (Dilated((16, 256), (1, 16)), 2, 256),
+    (Dilated((32, 48), (1, 1)), 1, 32),
+    (Dilated((32, 48), (1, 1)), 9, 64),
+    (Dilated((16, 64), (1, 4), BlockSparse(4, local_window=8)), 1, 29),
+    (BlockSparse(16), 9, 16),
+    (BlockSparse(16, local_window=32), 3, 64),
+    (BlockSparse(16, local_window=32), 99, 256),
+    (BlockSparse(16, global_tokens=16), 1, 256),
+    (BlockSparse(16, stride=3), 1, 256),
+]
+
+
+@pytest.mark.parametrize(("pattern", "layers", "expected"), REACHES)
+def test_the_reach_is_that_of_the_mask(pattern: Pattern, layers: int, expected: int) -> None:
+    """By powers of the matrix of which position sees which."""
+    position = torch.arange(256)
+    sees = sum(pattern.counts(position, position, head) for head in range(16)) > 0
+    sees = (sees | torch.eye(256, dtype=torch.bool)).tril().double()
+    depends = sees[-1]
+    for _ in range(layers - 1):
+        depends = ((depends @ sees) > 0).double()
+    first = int(depends.nonzero()[0])
+    assert 256 - first == reach([pattern] * layers, 256, 16)
+    assert reach([pattern] * layers, 256, 16) == expected
+
+
+def test_the_reach_of_random_blocks_is_an_upper_bound() -> None:
+    """It takes every position between the earliest key and the last token for a dependency."""
+    pattern, position = BlockSparse(16, density=0.2, seed=3), torch.arange(256)
+    sees = pattern.counts(position, position, 0).tril().double()
+    first = int((sees[-1] @ sees).nonzero()[0])
+    assert 256 - first == 208 <= reach([pattern] * 2, 256, 1) == 240
+
+
+def test_one_wide_layer_reaches_the_context() -> None:
+    narrow, wide = Dilated((16, 64), (1, 4)), Dilated((16, 256), (1, 16))
+    assert reach([narrow, narrow], 256, 16) == 64
+    assert reach([narrow, wide], 256, 16) == reach([wide, narrow], 256, 16) == 256

@@ -27,6 +27,7 @@ SMALL = [
     "data.context=64",
     "data.recall_pairs=4",
     "train.steps=3",
+    "train.warmup_steps=2",
     "train.global_batch=2",
 ]
 CHANGES = [

@@ -68,6 +68,10 @@ class Pattern(ABC):
         that two branches contain counts twice; a head in no branch sees nothing.
         """
 
+    @abstractmethod
+    def first_key(self, start: int, stop: int, heads: int) -> int:
+        """Position of the earliest key that causal queries in [start, stop) see in any head."""
+
     def flops(self, tokens: int, heads: int, head_dim: int, *, is_causal: bool) -> int:
         """Forward FLOPs of one sequence; forward and backward together are 3.5 times this.
 
@@ -79,6 +83,19 @@ class Pattern(ABC):
         """Queries that see no key and give zeros: bool (tokens, heads)."""
         position = torch.arange(tokens)
         return torch.stack([~self.covers(position, head) for head in range(heads)], dim=1)
+
+
+def reach(patterns: Iterable[Pattern], tokens: int, heads: int) -> int:
+    """How many tokens, itself included, the last token of a sequence depends on.
+
+    `patterns` has one pattern per causal layer, the first layer first. Each layer extends the
+    interval of positions that the last token depends on to the earliest key that any of them sees;
+    of random blocks, which need not connect all positions of it, this is an upper bound.
+    """
+    first = tokens - 1
+    for pattern in reversed(list(patterns)):
+        first = pattern.first_key(first, tokens, heads)
+    return tokens - first
 
 
 @dataclass(frozen=True)
@@ -102,6 +119,9 @@ class Dense(Pattern):
 
     def visible_keys(self, position: int, heads: int) -> list[tuple[range, range | Tensor]]:
         return [(range(heads), range(position + 1))]
+
+    def first_key(self, start: int, stop: int, heads: int) -> int:
+        return 0
 
 
 @dataclass(frozen=True)
@@ -196,6 +216,29 @@ class BlockSparse(Pattern):
     def visible_keys(self, position: int, heads: int) -> list[tuple[range, range | Tensor]]:
         keys = self.key_rows(position, position + 1, position + 1, 0, is_causal=True)
         return [(range(heads), keys)]
+
+    def first_key(self, start: int, stop: int, heads: int) -> int:
+        if self.global_tokens:
+            return 0
+        b = self.block_size
+        first, last = start // b, (stop - 1) // b
+        found = max(0, first + 1 - max(1, self.local_window // b))
+        if self.stride:
+            steps_over_a_multiple = first // self.stride < last // self.stride
+            found = min(found, 0 if steps_over_a_multiple else first % self.stride)
+        if self.density > 0:
+            found = min(found, self._first_random_block(first, last, found))
+        return found * b
+
+    def _first_random_block(self, first: int, last: int, stop: int) -> int:
+        """The first random key block below `stop` of query blocks in [first, last], else `stop`."""
+        rows = torch.arange(first, min(last, first + 255) + 1)[:, None]
+        for start in range(0, min(stop, 1 << 20), 4096):
+            columns = torch.arange(start, min(start + 4096, stop))
+            hit = (uniform(self.seed, rows, columns) < self.density).any(0)
+            if hit.any():
+                return start + int(hit.nonzero()[0])
+        return stop
 
 
 @dataclass(frozen=True)
@@ -302,6 +345,21 @@ class Dilated(Pattern):
                 rows = self.blocks.key_rows(last, last + 1, last + 1, 0, is_causal=True)
                 found.append((seeing, keys.start + r * rows))
         return [(seeing, keys) for seeing, keys in found if seeing]
+
+    def first_key(self, start: int, stop: int, heads: int) -> int:
+        found = start
+        for w, r in self.branches:
+            for residue in {(self.first_head + head) % r for head in range(heads)}:
+                query = _at_or_after(start, residue, r)
+                if query >= stop:
+                    continue
+                segment, row = query // w * w, 0
+                if self.blocks is not None:
+                    first = (query - segment) // r
+                    rows = len(range(query, min(segment + w, stop), r))
+                    row = self.blocks.first_key(first, first + rows, 1)
+                found = min(found, _at_or_after(segment, residue, r) + row * r)
+        return found
 
 
 def as_integer(name: str, value: object) -> int:
