@@ -293,7 +293,7 @@ def test_after_out_of_memory_the_run_resumes_with_half_the_micro_batch(
     [
         (["--nproc", "0"], "--nproc must be at least 1, got 0"),
         (["--nproc", "2", "train.global_batch=3"], "× 2 data-parallel ranks: use 4"),
-        (["--nproc", "2", "layout.replicate=3"], "needs 3 processes, but there are 2"),
+        (["--nproc", "2", "layout.replicate=3"], "a multiple of 3 processes, but there are 2"),
         (
             ["--nproc", "4", "layout.pipeline=4", "train.global_batch=8"],
             'layout.pipeline  4 ranks with layout.schedule = "1f1b" need 4 layers, but '
