@@ -56,9 +56,8 @@ def test_commands_that_compute_nothing_import_no_torch(shards: Path) -> None:
     commands = {
         "--help": "0",
         "train --help": "0",
-        f"config show {RUN}": "0",
-        f"config show {RUN} model.linear=sketched": "0",
         "config schema": "0",
+        f"config show {RUN} train.stepz=3": "2",
         f"data info {shards}": "0",
         f"data build {shards.parent / 'in.txt'} -o {shards.parent / 'more'}": "0",
         f"checkpoint ls {shards}": "0",
@@ -68,13 +67,12 @@ def test_commands_that_compute_nothing_import_no_torch(shards: Path) -> None:
         f"verify {RUN} --steps 0": "2",
         "sketch nothing --keep 2": "2",
     }
-    if not any(Path("/dev").glob("nvidia*")):
-        commands["config show"] = "0"
     assert codes_without_torch(*commands) == list(commands.values())
 
 
 def test_every_other_command_says_that_it_loads_torch() -> None:
     commands = ["train", "plan", "generate runs --prompt a", "sketch runs", "export runs out"]
+    commands.append(f"config show {RUN}")
     names = [
         "attention",
         "exchange",

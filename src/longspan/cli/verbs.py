@@ -428,7 +428,8 @@ def config_show(args: argparse.Namespace) -> None:
         return
     from longspan.costs import count_parameters
 
-    derived = {"parameters": f"{count_parameters(run.model):,}", **derived_values(run, ranks)}
+    with loading():  # the reach of an attention pattern needs it
+        derived = {"parameters": f"{count_parameters(run.model):,}", **derived_values(run, ranks)}
     if args.json:
         print(json.dumps({"run": run.model_dump(mode="json"), "derived": derived}))
         return
