@@ -49,6 +49,18 @@ def test_each_pipeline_stage_has_a_column(capsys: pytest.CaptureFixture[str]) ->
     assert total == 4 * (found["parameters"] + 256 * 64)  # both stages have the tied embedding
 
 
+def test_a_plan_says_that_activations_are_not_in_it(capsys: pytest.CaptureFixture[str]) -> None:
+    huge = ["data.context=1e12", "layout.sequence=2"]
+    assert main(["plan", *SMALL, *huge]) == 0
+    text = capsys.readouterr().out
+    assert "total without activations" in text
+    assert "not included: activations, of 500,000,000,000 tokens per micro-batch" in text
+    assert "at the same ratio, without activations:" in text
+    found = planned(capsys, *huge)
+    assert found["not_included"][0] == "activations"
+    assert found["micro_batch_tokens"] == 500_000_000_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

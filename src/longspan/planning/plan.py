@@ -28,6 +28,8 @@ MEMORY_ROWS = {
     "autocast_copies": "16-bit copies (autocast)",
     "signs": "signs of sketched layers",
 }
+NOT_INCLUDED = ("activations", "library workspaces", "allocator rounding")
+"""What the memory of a plan leaves out."""
 FRACTIONS = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
 
 
@@ -57,13 +59,15 @@ class Plan:
     attention_flops: float
     """Per token, forward and backward."""
     stages: list[DeviceMemory]
-    """One entry per rank of the pipeline axis."""
+    """Without activations; one entry per rank of the pipeline axis."""
+    micro_batch_tokens: int
+    """Tokens per forward pass on a rank, to which the activations are proportional."""
     checkpoint_bytes: int
     alternatives: list[Alternative]
 
     def as_dict(self) -> dict[str, Any]:
         stages = [{**asdict(memory), "on_device": memory.on_device} for memory in self.stages]
-        return {**asdict(self), "stages": stages}
+        return {**asdict(self), "stages": stages, "not_included": NOT_INCLUDED}
 
     def __str__(self) -> str:
         return "\n\n".join([self._summary(), self._memory(), self._alternatives()])
@@ -82,24 +86,26 @@ class Plan:
     def _memory(self) -> str:
         """One column per rank of the pipeline axis."""
         processes = counted(self.gpus, "process")
-        lines = [f"memory per device in GiB, {processes}, {self.precision}:"]
+        lines = [f"memory of model and optimizer per device in GiB, {processes}, {self.precision}:"]
         if len(self.stages) > 1:
             heads = "".join(f"{f'pipeline {i}':>12}" for i in range(len(self.stages)))
             lines.append(f"  {'':<26}{heads}")
         rows = {title: [getattr(s, key) for s in self.stages] for key, title in MEMORY_ROWS.items()}
         rows["of which offloaded to CPU"] = [memory.offloaded for memory in self.stages]
         rows = {title: sizes for title, sizes in rows.items() if any(sizes)}
-        rows["total on the device"] = [memory.on_device for memory in self.stages]
+        rows["total without activations"] = [memory.on_device for memory in self.stages]
         lines += [
             f"  {title:<28}" + "".join(f"{size / GIB:>12,.3f}" for size in sizes).removeprefix("  ")
             for title, sizes in rows.items()
         ]
-        return "\n".join([*lines, "  activations are not included"])
+        tokens = f"{self.micro_batch_tokens:,} tokens per micro-batch on a device"
+        return "\n".join([*lines, f"  not included: activations, of {tokens}"])
 
     def _alternatives(self) -> str:
         """The same run with other linear layers."""
         head = f"  {'linear layers':<15}{'ratio':>7}{'parameters':>18}{'GFLOPs/token':>17}"
-        lines = ["with other linear layers, all at the same ratio:", head + f"{'GiB/device':>15}"]
+        title = "with other linear layers, all at the same ratio, without activations:"
+        lines = [title, head + f"{'GiB/device':>15}"]
         for other in self.alternatives:
             lines.append(
                 f"  {other.linear:<15}{other.fraction:>7}{other.parameters:>18,}"
@@ -116,16 +122,17 @@ def plan(run: Run, gpus: int) -> Plan:
             "use engine.name=native"
         )
     parameters = count_parameters(run.model)
-    context = run.data.context
+    context, ranks = run.data.context, run.layout.resolve(gpus)
     matrices, attention = flops_per_sample(run.model, pattern_of(run.attention), context)
     return Plan(
         gpus=gpus,
         precision=run.train.precision,
-        derived=derived_values(run, run.layout.resolve(gpus)),
+        derived=derived_values(run, ranks),
         parameters=parameters,
         matmul_flops=matrices / context,
         attention_flops=attention / context,
         stages=memory_per_rank(run, gpus),
+        micro_batch_tokens=run.train.micro_batch * context // ranks["sequence"],
         checkpoint_bytes=12 * parameters,  # float32, with the two Adam moments
         alternatives=_alternatives(run, gpus),
     )
