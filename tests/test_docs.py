@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
 import re
 import shlex
 import socket
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -164,3 +166,29 @@ def test_the_plan_in_the_docs_is_the_printed_one(capsys: pytest.CaptureFixture[s
     ((command, text),) = re.findall(r"```console\n\$ longspan (.*?)\n(.*?)```", page, re.S)
     assert main(shlex.split(command)) == 0
     assert capsys.readouterr().out == text
+
+
+def refused_keys() -> Counter[str]:
+    """Return the key of each refusal of a layout or an engine in rules.py."""
+    names = ("_layout_rules", "_pipeline_problems", "_zbv_problems", "_engine_rules")
+    found: Counter[str] = Counter()
+    for rule in ast.parse((ROOT / "src/longspan/rules.py").read_text()).body:
+        if isinstance(rule, ast.FunctionDef) and rule.name in (*names, "_deepspeed_problems"):
+            calls = (node for node in ast.walk(rule) if isinstance(node, ast.Call))
+            found.update(
+                re.sub(r"{.*}", "*", ast.unparse(call.args[0]).strip("f'"))
+                for call in calls
+                if ast.unparse(call.func) == "Problem"
+            )
+    return found
+
+
+def test_every_refusal_of_a_layout_or_an_engine_is_documented() -> None:
+    page = (ROOT / "docs/layouts.md").read_text()
+    section = page.partition("## What is refused\n")[2].partition("\n## ")[0]
+    rows: Counter[str] = Counter()
+    for keys in re.findall(r"^\| (`.*?) \|", section, re.M):
+        axes = re.sub(r"layout\.(sequence|tensor|pipeline)(`, |`$)", r"layout.*\2", keys)
+        named = axes if "," in keys else keys
+        rows.update(set(re.sub(r"engine\.offload_\w+", "engine.*", named).strip("`").split("`, `")))
+    assert rows == refused_keys()

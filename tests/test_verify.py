@@ -43,8 +43,8 @@ def test_a_correct_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
         (["--nproc", "0"], "at least 2 processes with one, got 0"),
         (["layout.shard=4", "--nproc", "3"], "shard 4 needs 4 processes, but there are 3"),
         (
-            ["layout.shard=2", "layout.tensor=2", "train.precision=fp16"],
-            '"fp16" is not supported with layout.tensor > 1',
+            ["layout.shard=2", "layout.tensor=2", "train.precision=fp16", "train.device=cpu"],
+            '"fp16" needs a GPU',
         ),
         (["layout.shard=2", "--steps", "0"], "--steps must be at least 1, got 0"),
         (["layout.shard=3", "train.global_batch=4"], "× 3 data-parallel ranks: use 6"),

@@ -219,10 +219,6 @@ def _layout_rules(layout: Layout, model: Model, data: Data, train: Train, world:
             '"bf16" has no effect, because no ranks reduce gradients: use "none", or set '
             "layout.replicate, layout.shard or layout.sequence > 1",
         )
-    if precision == "fp16" and tensor > 1:
-        yield Problem(
-            "train.precision", '"fp16" is not supported with layout.tensor > 1: use "bf16"'
-        )
     if precision == "fp16" and layout.gradient_compression == "powersgd":
         yield Problem(
             "layout.gradient_compression",

@@ -103,6 +103,10 @@ LAYOUTS = [
     (4, ["layout.sequence=2", "layout.replicate=2"]),
     (4, ["layout.sequence=2", "layout.pipeline=2", "layout.schedule=interleaved"]),
     (4, ["layout.sequence=2", "layout.tensor=2", MEGATRON]),
+    (
+        16,
+        ["layout.pipeline=2", "layout.sequence=2", "layout.tensor=2", "layout.shard=2", MEGATRON],
+    ),
 ]
 
 

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
-from longspan.config import Layout
-from longspan.engines.loss_scale import grad_scaler
-from longspan.parallel.mesh import open_mesh
-from longspan.parallel.world import World
+from longspan.checkpoint import TensorShard
+from longspan.data import Batch
+from longspan.device import resolve
+from longspan.parallel.dtensor import to_local
 from longspan.training import train
+from longspan.training.step import train_step
 from tests.harness import Ranks
-from tests.parallel.test_apply import assert_same_run, run_of, steps_of, train_rank, trained
-from tests.steps import run_steps
+from tests.parallel.test_apply import (
+    MEGATRON,
+    assert_same_run,
+    ids,
+    run_of,
+    steps_of,
+    train_rank,
+    trained,
+)
+from tests.steps import CPU, Steps, full_weights, open_state, run_steps
 
 
 @pytest.fixture(scope="module")
@@ -64,23 +74,71 @@ def losses_of(run_dir: Path) -> torch.Tensor:
     return trained(run_dir, steps)[0][:, 0]
 
 
-def scaled_step(rank: int, world: int) -> tuple[float, float]:
-    """A step in which only rank 1 has an infinite gradient."""
-    device = torch.device("cpu")
-    with open_mesh(Layout(tensor=world), World(rank, world, rank), device) as mesh:
-        scaler = grad_scaler(mesh, device, enabled=True)
-        weight = nn.Parameter(torch.ones(1))
-        optimizer = torch.optim.SGD([weight], lr=1.0)
-        scaler.scale(weight.sum() * (float("inf") if rank == 1 else 1.0)).backward()
-        scaler.unscale_(optimizer)
-        scaler.step(optimizer)
-        before = scaler.get_scale()
-        scaler.update()
-        return weight.item(), scaler.get_scale() / before
+def fp16_steps(rank: int, world: int, overrides: list[str]) -> tuple[Steps, list[float]]:
+    """Four steps in fp16, and the loss scale after each.
+
+    The first overflows because of its scale; in the third, only the last rank has an infinite
+    gradient.
+    """
+    run = resolve(run_of(world, *overrides), CPU)  # which refuses fp16 on a CPU
+    run = run.model_copy(update={"train": run.train.model_copy(update={"precision": "fp16"})})
+    losses, scales = [], []
+    with open_state(run, rank, world) as (state, source):
+        engine, backward = state.engine, state.engine.backward
+        saved = engine.scaler_state()
+
+        def overflow(batch: Batch, scale: Tensor) -> Tensor:
+            loss = backward(batch, scale)
+            if rank == world - 1:
+                gradient = next(p.grad for p in engine.model.parameters() if p.grad is not None)
+                to_local(gradient).view(-1)[0] = torch.inf
+            return loss
+
+        engine.load_scaler_state({**saved, "scale": 2.0**40, "backoff_factor": 2.0**-24})
+        for step in range(4):
+            if step == 1:
+                engine.load_scaler_state(saved)
+            engine.backward = overflow if step == 2 else backward  # type: ignore[method-assign]
+            losses.append([float(x) for x in train_step(state, source, run.train, CPU)])
+            scales.append(engine.scaler_state()["scale"])
+        shards = {k: v for k, v in state.tensor_shards().items() if k.startswith("model/")}
+        shards = {k: TensorShard(v.values.clone(), v.shape, v.region) for k, v in shards.items()}
+    return Steps(torch.tensor(losses).double(), None, shards), scales
 
 
-def test_all_ranks_skip_a_step_in_which_one_overflows(ranks: Ranks) -> None:
-    assert ranks.run(scaled_step, 2) == [(1.0, 0.5)] * 2
+@cache
+def single_fp16_steps(*options: str) -> tuple[Steps, list[float]]:
+    return fp16_steps(0, 1, list(options))
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, ["layout.zero=3"]),
+        (2, ["layout.tensor=2"]),
+        (4, ["layout.tensor=2", "layout.shard=2", MEGATRON]),
+        (4, ["layout.tensor=2", "layout.pipeline=2"]),
+    ],
+    ids=ids,
+)
+def test_fp16_takes_the_same_steps_and_skips_the_same(
+    ranks: Ranks, world: int, layout: list[str]
+) -> None:
+    options = ["train.global_batch=4", "train.micro_batch=2"]
+    options += ["data.context=32", "data.recall_pairs=4"]
+    expected, scales = single_fp16_steps(*options)
+    assert scales == [2.0**16, 2.0**16, 2.0**15, 2.0**15]
+    assert expected.losses[:, 1].isfinite().tolist() == [False, True, False, True]
+    assert expected.losses[0, 0] != expected.losses[3, 0]
+    found = ranks.run(fp16_steps, world, [*options, *layout])
+    for steps, found_scales in found:
+        assert found_scales == scales
+        torch.testing.assert_close(steps.losses[:, 0], expected.losses[:, 0], rtol=1e-3, atol=0)
+        torch.testing.assert_close(steps.losses[1::2], expected.losses[1::2], rtol=1e-2, atol=0)
+        assert not steps.losses[::2, 1].isfinite().any()
+    weights, single = full_weights([steps for steps, _ in found]), full_weights([expected])
+    for name, weight in weights.items():
+        assert (weight - single[name]).norm() <= 1e-2 * single[name].norm(), name
 
 
 BF16 = ["train.precision=bf16", "model.sub_layer_norm=true", "train.global_batch=2"]

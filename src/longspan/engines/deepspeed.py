@@ -135,10 +135,9 @@ class DeepSpeedEngine:
     def step(self, must_skip: StepCheck) -> Tensor:
         self._must_skip, self._norm = must_skip, None
         if self._stage == 0:
-            for parameter in self.model.parameters() if self._scale.enabled else ():
-                if parameter.grad is not None:
-                    parameter.grad /= self._scale.factor
-            self._check_step(clip_grad_norm(self.model, self._mesh, self._max_norm, self._device))
+            scale = self._scale.factor
+            norm = clip_grad_norm(self.model, self._mesh, self._max_norm, self._device, scale)
+            self._check_step(norm)
         self._engine.step()
         if self._norm is None:  # DeepSpeed itself skips steps with non-finite gradients
             self._check_step(torch.tensor(math.inf, device=self._device))

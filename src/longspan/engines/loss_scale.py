@@ -1,28 +1,20 @@
-"""fp16 loss scaling: torch's GradScaler, and the same scale for an engine that unscales itself."""
+"""fp16 loss scaling by the rule of torch's GradScaler.
+
+GradScaler itself unscales a list of gradients in one call, which fails where tensor parallelism
+mixes DTensors with plain tensors. Here `clip_grad_norm` unscales, and a step overflows if the
+gradient norm is not finite: it is reduced over all ranks, so all of them decide the same.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-import torch.distributed as dist
-from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
-
-from longspan.parallel.mesh import ParallelMesh
-
-
-def grad_scaler(mesh: ParallelMesh, device: torch.device, *, enabled: bool) -> torch.amp.GradScaler:
-    """A gradient scaler with which all ranks skip a step that overflows on any."""
-    if mesh.device_mesh is None:
-        return torch.amp.GradScaler(device.type, enabled=enabled)
-    return ShardedGradScaler(device.type, enabled=enabled, process_group=dist.group.WORLD)
-
 
 @dataclass
 class LossScale:
-    """GradScaler's scale: doubled after 2,000 steps without an overflow, halved after one.
+    """The scale: doubled after 2,000 steps without an overflow, halved after one.
 
-    Its state is GradScaler's, so that a run can resume under either. Always 1 if not `enabled`.
+    Its state has GradScaler's names. The factor is always 1 if not `enabled`.
     """
 
     enabled: bool

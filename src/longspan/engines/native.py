@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from longspan.checkpoint import Region, TensorShard
 from longspan.config import Layout, Train
 from longspan.data import Batch
-from longspan.engines.loss_scale import grad_scaler
+from longspan.engines.loss_scale import LossScale
 from longspan.engines.optimizer import (
     load_optimizer_tensor,
     optimizer_state,
@@ -63,23 +63,23 @@ class NativeEngine:
         self.model, self.shapes = model, parameter_shapes(model)
         self._mesh, self._device, self._forward_context = mesh, device, forward_context
         self._micro_batch, self._max_norm = train.micro_batch, train.grad_clip or math.inf
-        self.scaler = grad_scaler(mesh, device, enabled=train.precision == "fp16")
+        self.loss_scale = LossScale(enabled=train.precision == "fp16")
 
     @property
     def inference_model(self) -> InferenceModel:
         return self.module if isinstance(self.module, PipelinedDecoder) else self.model
 
     def backward(self, batch: Batch, scale: Tensor) -> Tensor:
+        factor = self.loss_scale.factor
         if isinstance(self.module, PipelinedDecoder):
-            scaled = self.scaler.scale(scale)
-            return self.module.backward(*self._local(batch), scaled) / (scaled / scale)
+            return self.module.backward(*self._local(batch), scale * factor) / factor
         total = torch.zeros((), device=self._device)
         micro_batches = batch.split(self._micro_batch)
         for index, micro_batch in enumerate(micro_batches, start=1):
             with self._gradient_sync(is_last=index == len(micro_batches)):
                 with self._forward_context():
                     loss: Tensor = self.module(*self._local(micro_batch)) * scale
-                self._backward(self.scaler.scale(loss))
+                self._backward(loss * factor)
             total += loss.detach()
         return total
 
@@ -105,16 +105,14 @@ class NativeEngine:
         return self._mesh.saves(x)
 
     def step(self, must_skip: StepCheck) -> Tensor:
-        self.scaler.unscale_(self.optimizer)
-        norm = clip_grad_norm(self.model, self._mesh, self._max_norm, self._device)
-        has_scaler = self.scaler.is_enabled()
-        skip = must_skip(norm, may_overflow=has_scaler)
-        if has_scaler:  # the scaler itself skips non-finite gradients
-            if not skip:
-                self.scaler.step(self.optimizer)
-            self.scaler.update()
-        else:
-            step_unless(skip, self.optimizer)
+        scale = self.loss_scale
+        norm = clip_grad_norm(self.model, self._mesh, self._max_norm, self._device, scale.factor)
+        skip = must_skip(norm, may_overflow=scale.enabled)
+        if scale.enabled:
+            overflows = not norm.isfinite()
+            skip = torch.maximum(skip, torch.full_like(skip, overflows))
+            scale.update(overflows=overflows)
+        step_unless(skip, self.optimizer)
         self.optimizer.zero_grad()
         return norm
 
@@ -147,12 +145,10 @@ class NativeEngine:
                 load_optimizer_tensor(self.optimizer, parameter, key, value)
 
     def scaler_state(self) -> dict[str, float]:
-        state: dict[str, float] = self.scaler.state_dict()
-        return state
+        return self.loss_scale.state()
 
     def load_scaler_state(self, state: dict[str, float]) -> None:
-        if state and self.scaler.is_enabled():
-            self.scaler.load_state_dict(state)
+        self.loss_scale.load(state)
 
 
 def _region(x: Tensor) -> Region:

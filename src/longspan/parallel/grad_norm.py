@@ -13,12 +13,17 @@ from longspan.parallel.mesh import ParallelMesh
 
 @torch.no_grad()
 def clip_grad_norm(
-    model: Decoder, mesh: ParallelMesh, max_norm: float, device: torch.device
+    model: Decoder,
+    mesh: ParallelMesh,
+    max_norm: float,
+    device: torch.device,
+    loss_scale: float = 1.0,
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`.
 
     Returns the norm before clipping, on `device`, the one that computes: gradients may be offloaded
-    to CPU. A gradient that several ranks hold counts once.
+    to CPU. A gradient that several ranks hold counts once. Gradients of a loss that was multiplied
+    by `loss_scale` are divided by it first.
     """
     ranks = mesh.world.size / mesh.ranks["pipeline"]
     squares, gradients = [], []
@@ -26,6 +31,8 @@ def clip_grad_norm(
         gradient = reduced_grad(parameter)
         if gradient is None:
             continue
+        if loss_scale != 1.0:
+            gradient.div_(loss_scale)
         gradients.append(gradient)
         if parameter is not model.pipeline_copy:
             assert parameter.grad is not None
