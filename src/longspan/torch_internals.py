@@ -7,6 +7,7 @@ that changes one fails in tests/test_torch_internals.py, and only this file need
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -140,6 +141,11 @@ def local_offset(x: DTensor) -> tuple[int, ...]:
 
 # Activation checkpointing: `checkpoint_wrapper` is imported above, and CHECKPOINT_PREFIX, which it
 # puts into the names of parameters.
+
+# torch.compile warns of in-place operators in a selectively checkpointed region; blocks have none.
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+    lambda record: "context_fn is passed" not in record.getMessage()
+)
 
 _aten = torch.ops.aten
 ATTENTION_FORWARDS: frozenset[Any] = frozenset(
