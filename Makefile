@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-PIP    := $(BIN)/python -m pip --disable-pip-version-check -q
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
 .PHONY: train test check format clean fuzz drill elastic compile kernels nvme
 train: $(VENV)/.runtime

@@ -100,8 +100,9 @@ def test_the_thread_ends_with_its_context_after_an_exception_too() -> None:
 
 
 @pytest.mark.gpu
-def test_batches_are_pinned_for_a_gpu() -> None:
-    device = torch.device("cuda", torch.cuda.current_device())
+@pytest.mark.parametrize("name", ["cuda", "cuda:0"])
+def test_batches_are_pinned_for_a_gpu(name: str) -> None:
+    device = torch.device(name)
     with Prefetcher(Recorded(), SEED, lambda x: x, device) as data:
         for indices, following in (([0, 1], [2, 3]), ([2, 3], [4, 5])):
             batch, _ = data.read(indices, following)

@@ -57,7 +57,8 @@ class Prefetcher:
         if self._device.type == "cuda":
             import torch  # late, as in `collate`
 
-            torch.cuda.set_device(self._device)  # a thread starts with GPU 0: no context there
+            if self._device.index is not None:
+                torch.cuda.set_device(self._device)  # a thread starts with GPU 0: no context there
             batch = batch.pin_memory()
         targets = sum(self.source.num_targets(self._seed, i) for i in indices)
         return StepData(batch, targets)
