@@ -80,7 +80,6 @@ def test_a_new_run_file_trains(capsys: pytest.CaptureFixture[str]) -> None:
 
     short = [
         "train.steps=2",
-        "train.warmup_steps=1",
         "train.eval_samples=1",
         "data.context=256",
         "track.prompt=",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from longspan.config import BLOCK_SPARSE_KEYS, Attention, Model, Run
+from longspan.config import BLOCK_SPARSE_KEYS, Attention, Model, Run, Train
 from longspan.costs import linear_costs
 from longspan.vocabulary import MULTIPLE, is_folder, rounded_vocab, vocab_of_data
 from longspan.wording import counted
@@ -27,8 +27,7 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
         "batch": f"{train.global_batch} = micro-batch {train.micro_batch} × gradient accumulation "
         f"{accumulation} × data-parallel {data_parallel}",
         "tokens": f"{tokens:,} per step × {steps} = {tokens * train.steps:,}",
-        "learning rate": f"{train.peak_lr:g} peak, {train.schedule}, "
-        f"{counted(train.warmup_steps, 'warmup step')}",
+        "learning rate": f"{train.peak_lr:g} peak, {train.schedule}, {_warmup_text(train)}",
         "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items())
         + (f", ZeRO stage {run.layout.zero}" if ranks["shard"] > 1 else ""),
     }
@@ -44,6 +43,13 @@ def _vocab_text(run: Run) -> str:
     if size == rounded_vocab(needed):
         return f"{size:,}: the tokenizer's {needed:,}, rounded up to a multiple of {MULTIPLE}"
     return f"{size:,}; the tokenizer has {needed:,}"
+
+
+def _warmup_text(train: Train) -> str:
+    text = counted(train.warmup_steps, "warmup step")
+    if train.warmup_steps <= train.steps:
+        return text
+    return f"{text}; warning: the run ends during the warmup, so the peak is never reached"
 
 
 def reach_text(run: Run) -> str:

@@ -117,12 +117,6 @@ def _train_rules(train: Train) -> Problems:
             f'is required by train.lr_scaling = "{train.lr_scaling}": set the global batch at '
             f"which train.lr = {train.lr} was tuned",
         )
-    if train.warmup_steps > train.steps:
-        yield Problem(
-            "train.warmup_steps",
-            f"{train.warmup_steps} is more than train.steps = {train.steps}, so train.lr would "
-            f"never be reached: use at most {train.steps}, or raise train.steps",
-        )
     if train.schedule == "wsd" and train.decay_steps is None:
         message = f'is required by train.schedule = "wsd": set it, such as {train.steps // 5 or 1}'
         yield Problem("train.decay_steps", message)

@@ -223,13 +223,21 @@ def steps_compiled(rank: int, world: int, overrides: list[str]) -> Steps:
 @pytest.mark.skipif("LONGSPAN_SLOW" not in os.environ, reason="runs by `make compile`")
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
 @pytest.mark.parametrize(
-    ("layout", "linear"),
-    [("layout.sequence=2", []), ("layout.tensor=2", LINEARS["sketched mlp"])],
+    ("layout", "settings"),
+    [
+        ("layout.sequence=2", []),
+        ("layout.sequence=2", ["train.activation_checkpointing=selective"]),
+        ("layout.tensor=2", LINEARS["sketched mlp"]),
+        ("layout.tensor=2", ["train.activation_checkpointing=selective"]),
+        ("layout.zero=3", ["train.activation_checkpointing=full", "train.micro_batch=4"]),
+    ],
 )
-def test_blocks_are_compiled_within_a_layout(ranks: Ranks, layout: str, linear: list[str]) -> None:
-    model = ["model.layers=1", *linear]
-    options = [layout, "train.micro_batch=8", "train.compile=true", "train.eval_samples=8", *model]
-    expected = run_steps(0, 1, run_of(1, *model, "train.eval_samples=8"), 1)
+def test_blocks_are_compiled_within_a_layout(
+    ranks: Ranks, layout: str, settings: list[str]
+) -> None:
+    run = ["model.layers=1", "train.eval_samples=8", "train.micro_batch=8", *settings]
+    options = [layout, "train.compile=true", *run]
+    expected = run_steps(0, 1, run_of(1, *run), 1)
     assert_same_steps(ranks.run(steps_compiled, 2, options, timeout=400), expected)
 
 
