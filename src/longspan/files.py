@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import shutil
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from longspan.errors import UserError
 
@@ -17,7 +19,7 @@ from longspan.errors import UserError
 def sha256_of(path: Path) -> str:
     """Return the SHA-256 of a file, in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
@@ -67,22 +69,69 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return objects
 
 
-def read_json_object(path: Path, max_bytes: int) -> dict[str, Any]:
-    """Read a JSON object from a file that others wrote; what is wrong with it is a UserError."""
-    if not os.path.isfile(path):
-        missing = "does not exist" if not os.path.lexists(path) else "is not a regular file"
-        raise UserError(f"cannot read {path}: it {missing}")
+MAX_JSON_CONTAINERS = 1_000_000
+"""Objects and lists in one JSON file. Each takes some 100 times its two bytes when parsed."""
+
+
+def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
+    """Open a file that others wrote, for reading; raises OSError with words for the user.
+
+    A FIFO, a device or a folder is refused at once, without waiting for a writer. `within`: the
+    folder that symbolic links may not leave.
+    """
+    if within is not None and not _resolved(path).is_relative_to(_resolved(within)):
+        raise OSError(errno.EPERM, f"it is a link to a file outside {within}", str(path))
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        code = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(code, "it is not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def _resolved(path: Path) -> Path:
     try:
-        with path.open("rb") as file:
+        return path.resolve()
+    except RuntimeError as error:  # links in a circle, before Python 3.13
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from error
+
+
+def read_bounded(path: Path, max_bytes: int, *, within: Path | None = None) -> bytes:
+    """Read a regular file of at most `max_bytes`; anything else is a UserError."""
+    try:
+        with open_regular(path, within=within) as file:
             content = file.read(max_bytes + 1)
-        if len(content) > max_bytes:
-            raise UserError(f"cannot read {path}: it has more than {max_bytes:,} bytes")
-        found = json.loads(content, parse_constant=_refuse_constant)
+    except FileNotFoundError as error:
+        raise UserError(f"cannot read {path}: it does not exist") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if len(content) > max_bytes:
+        raise UserError(f"cannot read {path}: it has more than {max_bytes:,} bytes")
+    return content
+
+
+def read_json_bytes(
+    path: Path, max_bytes: int, *, max_values: int = 1 << 24, within: Path | None = None
+) -> bytes:
+    """Read a JSON file whose size and number of values are bounded before anything parses it."""
+    content = read_bounded(path, max_bytes, within=within)
+    containers = content.count(b"[") + content.count(b"{")
+    if containers > MAX_JSON_CONTAINERS:
+        raise UserError(
+            f"{path} has {containers:,} objects and lists: expected fewer than 1,000,000"
+        )
+    if (values := content.count(b",")) > max_values:
+        raise UserError(f"{path} has {values:,} values: expected at most {max_values:,}")
+    return content
+
+
+def read_json_object(path: Path, max_bytes: int, *, within: Path | None = None) -> dict[str, Any]:
+    """Read a JSON object from a file that others wrote; what is wrong with it is a UserError."""
+    content = read_json_bytes(path, max_bytes, within=within)
+    try:
+        found = json.loads(content, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise UserError(f"{path}: expected a JSON object, got a {type(found).__name__}")
