@@ -118,9 +118,8 @@ def read_json_bytes(
     content = read_bounded(path, max_bytes, within=within)
     containers = content.count(b"[") + content.count(b"{")
     if containers > MAX_JSON_CONTAINERS:
-        raise UserError(
-            f"{path} has {containers:,} objects and lists: expected fewer than 1,000,000"
-        )
+        most = f"{MAX_JSON_CONTAINERS:,}"
+        raise UserError(f"{path} has {containers:,} objects and lists: expected at most {most}")
     if (values := content.count(b",")) > max_values:
         raise UserError(f"{path} has {values:,} values: expected at most {max_values:,}")
     return content
