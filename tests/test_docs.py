@@ -192,3 +192,16 @@ def test_every_refusal_of_a_layout_or_an_engine_is_documented() -> None:
         named = axes if "," in keys else keys
         rows.update(set(re.sub(r"engine\.offload_\w+", "engine.*", named).strip("`").split("`, `")))
     assert rows == refused_keys()
+
+
+def test_every_row_of_the_reliability_page_names_a_test_that_exists() -> None:
+    rows = re.findall(
+        r"^\|(.+)\|$", (ROOT / "docs" / "reliability.md").read_text(), flags=re.MULTILINE
+    )
+    rows = [row for row in rows if "---" not in row and "fault or attack" not in row]
+    assert rows
+    for row in rows:
+        found = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", row.split("|")[-1])
+        assert found, row
+        for file, name in found:
+            assert f"def {name}(" in (ROOT / file).read_text(), row

@@ -11,7 +11,13 @@ from longspan.checkpoint.format import (
     step_of,
 )
 from longspan.checkpoint.reading import Checkpoint, check_shapes, load, open_checkpoint
-from longspan.checkpoint.writing import PendingCheckpoint, TensorShard, remove_leftovers, save
+from longspan.checkpoint.writing import (
+    PendingCheckpoint,
+    TensorShard,
+    remove_leftovers,
+    save,
+    save_file,
+)
 
 __all__ = [
     "CHECKPOINTS",
@@ -29,5 +35,6 @@ __all__ = [
     "quarantine",
     "remove_leftovers",
     "save",
+    "save_file",
     "step_of",
 ]

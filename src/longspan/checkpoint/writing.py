@@ -146,10 +146,20 @@ def _by_file(shards: TensorShards) -> dict[tuple[str, str], dict[str, TensorShar
     return files
 
 
-def save_file(tensors: dict[str, Tensor], path: Path) -> None:
+def save_file(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Write a safetensors file with the permissions of any other new file, by the umask.
+
+    safetensors renames a temporary file of mode 0600 to `path`.
+    """
     import safetensors.torch  # late: it imports torch, and `longspan checkpoint` writes no tensor
 
-    safetensors.torch.save_file(tensors, path)
+    path.touch()
+    mode = path.stat().st_mode
+    safetensors.torch.save_file(tensors, path, metadata)
+    if path.stat().st_mode != mode:
+        path.chmod(mode)
 
 
 def _dtypes(path: Path) -> dict[str, str]:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from longspan.checkpoint import (
@@ -27,6 +26,7 @@ from longspan.checkpoint import (
     checkpoint_path,
     latest,
     open_checkpoint,
+    save_file,
 )
 from longspan.config import Run
 from longspan.errors import UserError

@@ -96,8 +96,18 @@ def run_processes(
         for number, handler in previous.items():
             signal.signal(number, handler)
         if log_dir.parent.is_dir():
-            shutil.copytree(logs, log_dir, dirs_exist_ok=True)
+            _copy(logs, log_dir)
         shutil.rmtree(logs, ignore_errors=True)
+
+
+def _copy(logs: Path, folder: Path) -> None:
+    """Copy log files; the permissions follow the umask, not those of the temporary folder."""
+    try:
+        folder.mkdir(exist_ok=True)
+        for path in logs.iterdir():
+            shutil.copyfile(path, folder / path.name)
+    except OSError as error:
+        print(f"longspan: cannot copy the logs to {folder}: {error.strerror}", file=sys.stderr)
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], on_poll: Callable[[], None]) -> None:

@@ -81,7 +81,7 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o644)
+        self._file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
         faults.set_listener(self._beat)
         self._thread.start()
         return self
