@@ -5,21 +5,24 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import shutil
 import stat
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from longspan.errors import UserError
+from longspan.wording import shown
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 of a file, in hexadecimal."""
+def sha256_of(path: Path, *, within: Path | None = None) -> str:
+    """Return the SHA-256 of a file, in hexadecimal; `within` as in `open_regular`."""
     digest = hashlib.sha256()
-    with open_regular(path) as file:
+    with open_regular(path, within=within) as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
@@ -69,6 +72,10 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return objects
 
 
+MAX_JSON_DEPTH = 32
+"""Nesting of a JSON file; ours and those of Hugging Face have less than ten levels."""
+MAX_HEADER_BYTES = 16 << 20
+"""Size of a safetensors header: about a hundred thousand tensors."""
 MAX_JSON_CONTAINERS = 1_000_000
 """Objects and lists in one JSON file. Each takes some 100 times its two bytes when parsed."""
 
@@ -129,16 +136,78 @@ def read_json_object(path: Path, max_bytes: int, *, within: Path | None = None) 
     """Read a JSON object from a file that others wrote; what is wrong with it is a UserError."""
     content = read_json_bytes(path, max_bytes, within=within)
     try:
-        found = json.loads(content, parse_constant=_refuse_constant)
+        return parse_json_object(content)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def parse_json_object(content: bytes) -> dict[str, Any]:
+    """Parse a JSON object of bounded nesting, whose keys are unique and whose numbers are finite.
+
+    Anything else is a ValueError, as readers disagree about it.
+    """
+    try:
+        found = json.loads(
+            content.decode("utf-8"),
+            parse_constant=_refuse_constant,
+            parse_float=_finite,
+            object_pairs_hook=_unique_keys,
+        )
+        if isinstance(found, dict):
+            _check_depth(found, MAX_JSON_DEPTH)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not valid JSON: {error}") from error
+        raise ValueError(f"it is not valid JSON: {error}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path}: expected a JSON object, got a {type(found).__name__}")
+        raise ValueError(f"expected a JSON object, got a {type(found).__name__}")
+    return found
+
+
+def _check_depth(value: Any, left: int) -> None:
+    if left == 0:
+        raise ValueError(f"it is nested deeper than {MAX_JSON_DEPTH} levels")
+    for item in value.values() if isinstance(value, dict) else value:
+        if isinstance(item, dict | list):
+            _check_depth(item, left - 1)
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"the key {shown(twice)} occurs twice")
     return found
 
 
 def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if math.isinf(value):
+        raise ValueError(f"{text[:100]} is too large a number")
+    return value
+
+
+def open_safetensors(path: Path, *, within: Path | None = None) -> Any:
+    """Open a safetensors file, after bounding its header; what is wrong in it is a UserError.
+
+    safetensors itself checks that shapes, dtypes and offsets add up to the size of the file.
+    """
+    from safetensors import SafetensorError, safe_open  # late: most verbs read no tensor
+
+    with open_regular(path, within=within) as file:
+        length = int.from_bytes(file.read(8), "little")
+        size = os.fstat(file.fileno()).st_size
+    if not 2 <= length <= min(MAX_HEADER_BYTES, size - 8):
+        raise UserError(
+            f"{path} is not a valid safetensors file: its header would have {length:,} bytes, in a "
+            f"file of {size:,}; at most {MAX_HEADER_BYTES:,} are supported"
+        )
+    try:
+        return safe_open(path, "pt")
+    except SafetensorError as error:
+        raise UserError(f"{path} is not a valid safetensors file: {error}") from error
 
 
 def fsync(path: Path) -> None:

@@ -8,6 +8,7 @@ something else are the worst outcome. Who knows that a field is harmless can rem
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -17,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from longspan.config import Attention, Model, Positive, Run
 from longspan.errors import UserError
 from longspan.files import read_json_object
+from longspan.wording import shown
 
 CONFIG = "config.json"
 MAX_BYTES = 1 << 20
@@ -136,14 +138,25 @@ class LlamaConfig(BaseModel):
         return found
 
 
+def cache_root(folder: Path) -> Path:
+    """The folder that links of a folder of weights may not leave.
+
+    It is the folder itself, or models--ORGANISATION--NAME for a snapshot in a cache of Hugging
+    Face, whose files are links from snapshots/REVISION/ to ../../blobs/.
+    """
+    parents = Path(os.path.realpath(folder)).parents
+    is_cached = len(parents) > 1 and parents[0].name == "snapshots"
+    return parents[1] if is_cached and parents[1].name.startswith("models--") else folder
+
+
 def read_llama_config(folder: Path) -> LlamaConfig:
     """Read and check a folder's config.json; UserError lists everything that is not supported."""
     path = folder / CONFIG
-    fields = read_json_object(path, MAX_BYTES)
+    fields = read_json_object(path, MAX_BYTES, within=cache_root(folder))
     fields = {key: value for key, value in fields.items() if value is not None}  # null: not set
     if (kind := fields.get("model_type")) != "llama":  # the fields of others mean other things
         raise UserError(
-            f"{path}: model_type = {_text(kind)} is not supported, only "
+            f"{path}: model_type = {shown(kind)} is not supported, only "
             '"llama": use a Llama model for train.init_from'
         )
     problems = [*_unsupported(fields), *_rope_problems(fields), *_head_dim_problems(fields)]
@@ -157,7 +170,7 @@ def read_llama_config(folder: Path) -> LlamaConfig:
     except ValidationError as error:
         for detail in error.errors():
             name = ".".join(map(str, detail["loc"]))
-            got = "" if detail["type"] == "missing" else f", got {_text(detail['input'])}"
+            got = "" if detail["type"] == "missing" else f", got {shown(detail['input'])}"
             problems.append(f"{name}: {detail['msg']}{got}")
     if problems:
         raise UserError(
@@ -175,17 +188,17 @@ def _unsupported(fields: Mapping[str, Any]) -> Iterator[str]:
     for name, value in fields.items():
         if name in SUPPORTED:
             if value not in SUPPORTED[name]:
-                only = " or ".join(map(_text, SUPPORTED[name])) or "null"
-                yield f"{name} = {_text(value)} is not supported, only {only}: use another model"
+                only = " or ".join(map(shown, SUPPORTED[name])) or "null"
+                yield f"{name} = {shown(value)} is not supported, only {only}: use another model"
         elif name not in HONOURED | HARMLESS:
             yield (
-                f"{name} = {_text(value)} is an unknown field: remove it from {CONFIG} if it does "
+                f"{name} = {shown(value)} is an unknown field: remove it from {CONFIG} if it does "
                 "not change what the model computes"
             )
     layer_types = fields.get("layer_types", [])
     if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
         yield (
-            f'layer_types = {_text(layer_types)} is not supported, only "full_attention": use '
+            f'layer_types = {shown(layer_types)} is not supported, only "full_attention": use '
             "another model"
         )
 
@@ -194,12 +207,12 @@ def _rope_problems(fields: Mapping[str, Any]) -> Iterator[str]:
     for table in ROPE_FIELDS:
         rope = fields.get(table, {})
         if not isinstance(rope, dict):
-            yield f"{table}: expected a table, got {_text(rope)}"
+            yield f"{table}: expected a table, got {shown(rope)}"
             continue
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind != "default":
             yield (
-                f"{table} with rope_type = {_text(kind)} is not supported, only "
+                f"{table} with rope_type = {shown(kind)} is not supported, only "
                 '"default": use a model without RoPE scaling'
             )
             continue
@@ -207,10 +220,10 @@ def _rope_problems(fields: Mapping[str, Any]) -> Iterator[str]:
             is_default = name == "partial_rotary_factor" and value == 1
             known = name in ("rope_type", "type", "rope_theta") or is_default or value is None
             if not known:
-                yield f"{table}.{name} = {_text(value)} is not supported: use another model"
+                yield f"{table}.{name} = {shown(value)} is not supported: use another model"
     thetas = _rope_thetas(fields)
     if any(theta != thetas[0] for theta in thetas):
-        yield f"rope_theta has several values: {', '.join(map(_text, thetas))}; keep one"
+        yield f"rope_theta has several values: {', '.join(map(shown, thetas))}; keep one"
 
 
 def _rope_thetas(fields: Mapping[str, Any]) -> list[Any]:
@@ -228,11 +241,6 @@ def _head_dim_problems(fields: Mapping[str, Any]) -> Iterator[str]:
         return
     if head_dim != hidden / heads:
         yield (
-            f"head_dim = {_text(head_dim)} is not supported, only hidden_size / "
+            f"head_dim = {shown(head_dim)} is not supported, only hidden_size / "
             f"num_attention_heads = {hidden / heads:g}: use another model"
         )
-
-
-def _text(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -42,3 +42,9 @@ def _toml(value: Any) -> str:
     if isinstance(value, dict):
         return f"{{{', '.join(f'{key} = {_toml(inner)}' for key, inner in value.items())}}}"
     return str(value)
+
+
+def shown(value: Any) -> str:
+    """A value of a file that others wrote, in a message: as JSON, at most 100 characters."""
+    text = json.dumps(value)
+    return text if len(text) <= 100 else f"{text[:97]}..."

@@ -301,7 +301,7 @@ def test_a_broken_config_is_refused_in_words(
     ("change", "message"),
     [
         ({"model.norm.weight": None}, r"model\.norm\.weight is missing"),
-        ({"score.weight": torch.ones(2, 32)}, r"score\.weight is not a tensor of this model"),
+        ({"score.weight": torch.ones(2, 32)}, r"score\.weight\" is not a tensor of this model"),
         ({"model.norm.weight": torch.ones(31)}, r"expected shape \(32,\), got \(31,\)"),
         (
             {"model.norm.weight": torch.ones(32, dtype=torch.int8)},
@@ -332,7 +332,7 @@ def test_tensors_that_repeat_others_are_accepted(tmp_path: Path) -> None:
     assert ours == pytest.approx(theirs, abs=1e-5)
     tensors["lm_head.weight"][0, 0] += 1
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(UserError, match=r"lm_head\.weight is not a tensor of this model"):
+    with pytest.raises(UserError, match=r"lm_head\.weight\" is not a tensor of this model"):
         losses(llama, tmp_path, "model.tie_embeddings=true")
 
 
@@ -340,7 +340,10 @@ def test_tensors_that_repeat_others_are_accepted(tmp_path: Path) -> None:
     ("index", "message"),
     [
         (None, r"cannot initialise from .*model\.safetensors"),
-        ({"weight_map": {"x": "../secret.safetensors"}}, "it refers to files outside the folder"),
+        ({"weight_map": {"x": "../secret.safetensors"}}, "only safetensors files of this folder"),
+        ({"weight_map": {"x": "/etc/x.safetensors"}}, "only safetensors files of this folder"),
+        ({"weight_map": {"x": ["a.safetensors"]}}, "only safetensors files of this folder"),
+        ({"weight_map": {"x": "pytorch_model.bin"}}, "only safetensors files of this folder"),
         ({"weight_map": 3}, "it has no table weight_map"),
     ],
 )
@@ -352,3 +355,46 @@ def test_weights_that_are_not_there_are_refused(tmp_path: Path, index: Any, mess
     run = run_of(1, *DENSE, *SHAPE, f"train.init_from={tmp_path}")
     with pytest.raises(UserError, match=message):
         huggingface.weight_reader(tmp_path, run)
+
+
+def test_an_index_that_contradicts_the_files_is_refused(tmp_path: Path) -> None:
+    save_llama(tmp_path)
+    run = run_of(1, *DENSE, *SHAPE, f"train.init_from={tmp_path}")
+    tensors = load_file(tmp_path / "model.safetensors")
+    files = dict.fromkeys(tensors, "model.safetensors")
+    norm = "model.norm.weight"
+    save_file({norm: tensors[norm] + 1}, tmp_path / "b.safetensors")
+    for index, message in (
+        ({**files, "x": "model.safetensors"}, 'lists "x", but "model.safetensors" does not hold'),
+        ({**files, "x": "b.safetensors"}, "says another does"),
+        ({name: file for name, file in files.items() if name != norm} | {"x": "b.safetensors"},
+         "another file holds too"),
+    ):  # fmt: skip
+        (tmp_path / huggingface.INDEX).write_text(json.dumps({"weight_map": index}))
+        with pytest.raises(UserError, match=message):
+            huggingface.weight_reader(tmp_path, run)
+    (tmp_path / huggingface.INDEX).write_text(json.dumps({"weight_map": files}))
+    huggingface.weight_reader(tmp_path, run)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", huggingface.INDEX])
+def test_links_stay_within_the_folder_or_the_cache(tmp_path: Path, name: str) -> None:
+    """The cache of Hugging Face: snapshots hold links to blobs of the same model."""
+    snapshot = tmp_path / "models--org--x" / "snapshots" / "1234"
+    blobs = snapshot.parents[1] / "blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    save_llama(snapshot)
+    files = dict.fromkeys(load_file(snapshot / "model.safetensors"), "model.safetensors")
+    (snapshot / huggingface.INDEX).write_text(json.dumps({"weight_map": files}))
+    file = snapshot / name
+    file.rename(blobs / "5678")
+    file.symlink_to("../../blobs/5678")
+    (tmp_path / "alias").symlink_to(snapshot)
+    run = run_of(1, *DENSE, *SHAPE, f"train.init_from={tmp_path / 'alias'}")
+    huggingface.weight_reader(tmp_path / "alias", run)
+    (blobs / "5678").rename(tmp_path / "elsewhere")
+    file.unlink()
+    file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match="it is a link to a file outside"):
+        huggingface.weight_reader(snapshot, run)

@@ -8,6 +8,7 @@ the pattern under "longspan", but transformers computes dense attention.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 
 from longspan.checkpoint import (
@@ -31,16 +32,18 @@ from longspan.checkpoint import (
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.export.tokenizer import special_ids, tokenizer_of, write_tokenizer
-from longspan.files import atomic_folder, read_json_object
-from longspan.hf_config import read_llama_config
+from longspan.files import atomic_folder, open_safetensors, read_json_object
+from longspan.hf_config import cache_root, read_llama_config
 from longspan.models import new_decoder, parameter_shapes
 from longspan.runfile import load_run, saved_run_file
 from longspan.sketching import to_dense
+from longspan.wording import shown
 
 MAX_SHARD_BYTES = 5 << 30
 """Larger models are split into several safetensors files."""
 INDEX = "model.safetensors.index.json"
-MAX_INDEX_BYTES = 64 << 20
+MAX_INDEX_BYTES = 16 << 20
+"""Size limit of an index; that of 90,000 tensors has nine megabytes."""
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What weights may be stored in, by safetensors' names."""
 MAX_PROBLEMS = 20
@@ -225,30 +228,44 @@ def weight_reader(folder: Path, run: Run) -> Callable[[str, Region], Tensor]:
 
 def _open_tensors(folder: Path) -> dict[str, Any]:
     """The open safetensors file that holds each tensor, by the tensor's name."""
+    index = _weight_map(folder)
     files: dict[str, Any] = {}
-    for path in _weight_files(folder):
-        if path.exists() and not path.is_file():
-            raise UserError(f"cannot initialise from {path}: it is not a regular file")
+    for name in sorted(set(index.values())) if index else ["model.safetensors"]:
         try:
-            file = safe_open(path, "pt")
-            files |= dict.fromkeys(file.keys(), file)  # type: ignore[no-untyped-call]
-        except (OSError, SafetensorError) as error:
-            raise UserError(f"cannot initialise from {path}: {error}") from error
+            file = open_safetensors(folder / name, within=cache_root(folder))
+        except (OSError, UserError) as error:
+            raise UserError(f"cannot initialise from {folder / name}: {error}") from error
+        for key in file.keys():  # noqa: SIM118
+            if key in files or index.get(key, name) != name:
+                raise UserError(
+                    f"cannot initialise from {folder / name}: it holds {shown(key)}, which "
+                    + ("another file holds too" if key in files else f"{INDEX} says another does")
+                )
+            files[key] = file
+    if missing := index.keys() - files.keys():
+        raise UserError(
+            f"cannot initialise from {folder}: {INDEX} lists {shown(min(missing))}, but "
+            f"{shown(index[min(missing)])} does not hold it"
+        )
     return files
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    """The files of the index; without one, the only file."""
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor by the index; empty if there is none, and so a single file."""
     path = folder / INDEX
-    if not path.exists():
-        return [folder / "model.safetensors"]
-    names = read_json_object(path, MAX_INDEX_BYTES).get("weight_map")
+    if not os.path.lexists(path):
+        return {}
+    index = read_json_object(path, MAX_INDEX_BYTES, within=cache_root(folder))
+    names = index.get("weight_map")
     if not isinstance(names, dict) or not names:
         raise UserError(f"cannot use {path}: it has no table weight_map")
-    found = sorted({str(name) for name in names.values()})
-    if not all(re.fullmatch(r"[\w.-]+\.safetensors", name) for name in found):
-        raise UserError(f"cannot use {path}: it refers to files outside the folder")
-    return [folder / name for name in found]
+    for name in names.values():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w.-]{1,200}\.safetensors", name):
+            raise UserError(
+                f"cannot use {path}: it refers to {shown(name)}, but only safetensors files of "
+                "this folder are read"
+            )
+    return names
 
 
 def _tensor_problems(files: dict[str, Any], run: Run) -> list[str]:
@@ -260,7 +277,7 @@ def _tensor_problems(files: dict[str, Any], run: Run) -> list[str]:
         shape, dtype = tuple(stored.get_shape()), stored.get_dtype()
         if name not in expected:
             if not _is_redundant(name, files, run):
-                problems.append(f"{name} is not a tensor of this model: remove it")
+                problems.append(f"{shown(name)} is not a tensor of this model: remove it")
         elif shape != expected[name]:
             problems.append(f"{name}: expected shape {expected[name]}, got {shape}")
         elif dtype not in DTYPES:
