@@ -24,6 +24,10 @@ class Diverged(Exception):
     """The loss stays NaN or infinite."""
 
 
+class SaveFailed(Exception):
+    """The last checkpoint could not be written; those before it are kept."""
+
+
 class OutOfMemory(Exception):
     """A step ran out of memory; the message says what uses it and what would help."""
 

@@ -52,9 +52,13 @@ def atomic_folder(target: Path) -> Iterator[Path]:
 def atomic_write_text(path: Path, text: str) -> None:
     """Replace a file's text; a crash leaves either the old file or the complete new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    fsync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        fsync(temporary)
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def read_json_lines(path: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,9 @@ Imports no torch, so that it can be shown while torch is imported.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, suppress
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -38,6 +41,35 @@ def measuring(text: str) -> Live:
     """`waiting`, without a spinner: its thread would take time from what is measured."""
     console = stderr_console()
     return Live(Text(text), console=console, auto_refresh=False, transient=True)
+
+
+class _Tolerant:
+    """A stream whose `write` and `flush` raise no OSError."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def tolerant_stderr() -> Iterator[None]:
+    """Within this context a full disk or a closed pipe behind stderr raises nothing.
+
+    `longspan train 2> FILE` must not end with the disk that FILE is on.
+    """
+    with redirect_stderr(_Tolerant(sys.stderr)):
+        yield
 
 
 class Progress:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import threading
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ import torch
 
 from longspan.checkpoint import TensorShard, open_checkpoint, remove_leftovers, save, writing
 from longspan.cli import main
-from longspan.errors import Stopped, UserError
+from longspan.errors import SaveFailed, Stopped, UserError
 from longspan.parallel.world import World
-from longspan.training import train
+from longspan.runfile import dump_run
+from longspan.training import saving, train
 from longspan.training.signals import StopRequests
+from tests.disk import small_disk
 from tests.harness import Ranks
 from tests.parallel.test_apply import run_of
 
@@ -101,13 +105,110 @@ def test_a_failed_save_is_retried_before_the_next_is_due(
     assert others == ["step-00000016", "step-00000020"]
 
 
-def test_a_last_save_that_fails_ends_with_a_message(
+def after_step(monkeypatch: pytest.MonkeyPatch, actions: dict[int, Callable[[], object]]) -> None:
+    """Call an action after each of these steps."""
+    from longspan.training import loop
+
+    real = loop.train_step
+
+    def step(state: Any, *arguments: Any) -> Any:
+        found = real(state, *arguments)
+        actions.get(state.step, lambda: None)()
+        return found
+
+    monkeypatch.setattr(loop, "train_step", step)
+
+
+def losses(run_dir: Path) -> list[tuple[int, float]]:
+    """Steps and losses, in the order of the file."""
+    lines = [json.loads(x) for x in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"]) for line in lines if "loss" in line]
+
+
+def test_a_disk_that_is_full_for_some_steps_costs_no_line_and_no_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Evaluations, saves and lines all fail for steps 1 to 5."""
+    options = ["track.log_every=1", "train.eval_every=2"]
+    train_here(tmp_path / "unbroken", *options)
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        run_dir = disk.path / "run"
+        after_step(monkeypatch, {1: disk.fill, 6: disk.free})
+        train_here(run_dir, *options)
+        assert losses(run_dir) == losses(tmp_path / "unbroken")
+        assert checkpoints(run_dir) == ["step-00000006"]
+        assert files_of(run_dir, 6) == files_of(tmp_path / "unbroken", 6)
+    error = capfd.readouterr().err
+    assert "THE CHECKPOINT OF STEP 2 IS NOT WRITTEN" in error
+    assert error.count("metrics.jsonl: No space left on device; training continues") == 1
+
+
+def test_a_console_on_a_full_disk_does_not_end_the_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writing, "save_file", full_disk(9))
-    with pytest.raises(UserError, match="the last checkpoint could not be written"):
-        train_here(tmp_path / "run")
-    assert checkpoints(tmp_path / "run") == []
+    """As with `longspan train 2> FILE`."""
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        log = (disk.path / "log").open("w", buffering=1)
+
+        def fill() -> None:
+            log.write("." * (-log.tell() % 4096))  # no room in the page that is in use
+            disk.fill()
+
+        after_step(monkeypatch, {1: fill, 5: disk.free})
+        with redirect_stderr(log):
+            train_here(tmp_path / "run", "track.log_every=1")
+        log.close()
+        assert "step 6/6" in (disk.path / "log").read_text()
+    assert len(losses(tmp_path / "run")) == 6
+
+
+@pytest.mark.parametrize("failures", [2, 9])
+def test_a_last_save_that_fails_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    monkeypatch.setattr(writing, "save_file", full_disk(failures))
+    monkeypatch.setattr(saving, "LAST_RETRIES_S", (0.0, 0.1))
+    fails = pytest.raises(SaveFailed, match="step 6, could not be written")
+    with fails if failures > 2 else nullcontext():
+        train_here(tmp_path / "run", "checkpoint.every=0")
+    assert checkpoints(tmp_path / "run") == ([] if failures > 2 else ["step-00000006"])
+
+
+def test_a_disk_that_stays_full_ends_with_exit_code_1_and_the_earlier_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = run_of(1, *SHORT, EVERY, "checkpoint.async_save=false")
+    (tmp_path / "run.toml").write_text(dump_run(run))
+    train_here(tmp_path / "unbroken")
+    monkeypatch.setattr(saving, "LAST_RETRIES_S", (0.0,))
+    with small_disk(tmp_path / "disk", "4m") as disk:
+        run_dir = disk.path / "run"
+        after_step(monkeypatch, {5: disk.fill})
+        assert main(["train", str(tmp_path / "run.toml"), "--run-dir", str(run_dir)]) == 1
+        error = capfd.readouterr().err
+        assert error.count("THE CHECKPOINT OF STEP 6 IS NOT WRITTEN") == 2
+        assert (
+            f"longspan: the last checkpoint, of step 6, could not be written to {run_dir}" in error
+        )
+        assert "Traceback" not in error
+        assert checkpoints(run_dir) == ["step-00000002", "step-00000004"]
+        disk.free()
+        monkeypatch.undo()
+        train_here(run_dir, resume=True)
+        assert files_of(run_dir, 6) == files_of(tmp_path / "unbroken", 6)
+
+
+def test_a_run_folder_that_is_removed_under_a_run_is_reported_in_words(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run.toml").write_text(dump_run(run_of(1, *SHORT, "track.log_every=1")))
+    run_dir = tmp_path / "run"
+    after_step(monkeypatch, {3: lambda: shutil.rmtree(run_dir)})
+    assert main(["train", str(tmp_path / "run.toml"), "--run-dir", str(run_dir)]) == 1
+    error = capfd.readouterr().err
+    assert f"cannot save step 6: the run folder {run_dir} was removed while the run" in error
+    assert "Traceback" not in error
+    assert not run_dir.exists()
 
 
 def test_a_save_that_is_slower_than_the_training_is_waited_for(

@@ -68,7 +68,7 @@ def _measure(shards: dict[str, TensorShard], is_async: bool) -> dict[str, Any]:
             start, blocked_before = time.monotonic(), saver.blocked_s
             saver.begin(state)
             blocked.append(saver.blocked_s - blocked_before)
-            saver.finish_all()
+            saver.finish_all(state)
             total.append(time.monotonic() - start)
     return {
         "save": "asynchronous" if is_async else "synchronous",

@@ -61,7 +61,8 @@ class PendingCheckpoint:
 
     def write(self, shards: TensorShards, rank: int) -> None:
         """Write the files of one rank, and a list of their contents."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True)  # without its parents: a run folder that was removed
+        self.path.mkdir(exist_ok=True)
         files: dict[str, str] = {}
         tensors: list[tuple[str, dict[str, Any]]] = []
         for (group, suffix), of_file in _by_file(shards).items():
@@ -110,6 +111,7 @@ class PendingCheckpoint:
 
 def save(folder: Path, step: int, shards: TensorShards, state: dict[str, Any]) -> Path:
     """Save a checkpoint from a single process, synchronously."""
+    folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     pending = PendingCheckpoint(folder, step)
     try:

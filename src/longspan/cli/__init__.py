@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from longspan.cli.arguments import parse
 from longspan.cli.verbs import DONE, FAILED
-from longspan.errors import Diverged, OutOfMemory, Stopped, UserError
+from longspan.errors import Diverged, OutOfMemory, SaveFailed, Stopped, UserError
 
 WRONG_INPUT, STOPPED = 2, 3
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(stopped, file=sys.stderr)
         # torchrun restarts workers after any other exit code.
         return DONE if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else STOPPED
-    except Diverged as error:
+    except (Diverged, SaveFailed) as error:
         print(f"longspan: {error}", file=sys.stderr)
         return FAILED
     except OutOfMemory as error:  # perhaps on a rank without the console

@@ -3,10 +3,12 @@
 from longspan.tracking.console import Reporter
 from longspan.tracking.environment import describe_environment
 from longspan.tracking.history import HISTORY, History, exit_reason, goodput
+from longspan.tracking.lines import DiskErrors
 from longspan.tracking.metrics import MetricsFile, read_metrics
 
 __all__ = [
     "HISTORY",
+    "DiskErrors",
     "History",
     "MetricsFile",
     "Reporter",

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from longspan.files import read_json_lines
+from longspan.tracking.lines import LineFile
 from longspan.wording import counted
 
 HISTORY = "history.jsonl"
@@ -28,12 +29,19 @@ class History:
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
+        self._file = LineFile(path) if path is not None else None
 
     def write(self, event: str, step: int, **fields: Any) -> None:
-        if self._path is not None:
+        if self._file is not None:
             line = {"time": time.time(), "event": event, "step": step, **fields}
-            with self._path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            self._file.append(json.dumps(line))
+
+    def __enter__(self) -> History:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is not None:
+            self._file.close()
 
     def events(self) -> list[dict[str, Any]]:
         """Read all events, without lines that a crash truncated."""

@@ -7,7 +7,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+from longspan.errors import UserError
 from longspan.files import atomic_write_text, read_json_lines
+from longspan.tracking.lines import LineFile
 
 
 class MetricsFile:
@@ -20,13 +22,15 @@ class MetricsFile:
         self._file = None
         if path is not None:
             kept = [_encode(line) for line in read_metrics(path) if line["step"] <= step]
-            atomic_write_text(path, "".join(kept))
-            self._file = path.open("a", encoding="utf-8")
+            try:
+                atomic_write_text(path, "".join(f"{line}\n" for line in kept))
+            except OSError as error:
+                raise UserError(f"cannot write {path}: {error.strerror}") from error
+            self._file = LineFile(path)
 
     def write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.write(_encode(line))
-            self._file.flush()
+            self._file.append(_encode(line))
 
     def __enter__(self) -> MetricsFile:
         return self
@@ -42,7 +46,7 @@ def _encode(line: dict[str, Any]) -> str:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in line.items()
     }
-    return json.dumps(finite) + "\n"
+    return json.dumps(finite)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

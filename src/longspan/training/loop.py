@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
 from longspan.parallel.pipeline import PipelinedDecoder
 from longspan.parallel.world import World
-from longspan.progress import waiting
+from longspan.progress import tolerant_stderr, waiting
 from longspan.runfile import check_run_folder
 from longspan.tracking import (
     HISTORY,
@@ -70,6 +70,7 @@ class Result:
     sample: str | None
 
 
+@tolerant_stderr()
 def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None = None) -> Result:
     """Train `run` in `run_dir`, from its newest checkpoint if `resume` is true and there is one.
 
@@ -77,7 +78,7 @@ def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None 
 
     Raises UserError, before anything is written, if the run cannot start; Stopped, after a
     checkpoint is saved, on a request to stop; Diverged if the loss is NaN; OutOfMemory if a step
-    does not fit.
+    does not fit; SaveFailed if the last checkpoint cannot be written.
     """
     world = world or World()
     if world.is_main:
@@ -144,10 +145,10 @@ def _train(
     if is_main:
         open_run_folder(given, run_dir, device, source)
     meter = meter_of(run, device, state.step, mesh.world.size)
-    history = History(run_dir / HISTORY if is_main else None)
     on_ready()
     with (
         _record_failure(History(run_dir / HISTORY), state, run, device),  # of any rank
+        History(run_dir / HISTORY if is_main else None) as history,
         StopRequests(run_dir if is_main else None) as requests,
         Watchdog(run_dir, mesh.world, settings.hang_timeout_s, state.step) as watchdog,
         MetricsFile(run_dir / "metrics.jsonl" if is_main else None, step=state.step) as metrics,
@@ -206,7 +207,7 @@ def _train(
                 if not ended and _is_due(state.step, settings.eval_every):
                     evaluation.report(evaluation.loss(requests), state.step, reporter, metrics)
 
-        saver.finish_all()
+        saver.finish_all(state)
         history.write("end", state.step, stop_requested=requests.stop)
         if is_main:
             _report_goodput(run_dir, history, state.step, reporter, metrics)
@@ -281,8 +282,7 @@ def _record_failure(
         raise
     except Exception as error:
         cause = shorten(f"{type(error).__name__}: {error}", CAUSE_WIDTH)
-        with suppress(OSError):
-            history.write("failure", state.step, cause=cause)
+        history.write("failure", state.step, cause=cause)
         if not is_out_of_memory(error):
             raise
         raise OutOfMemory(explain(error, state, run, device)) from None

@@ -124,10 +124,17 @@ def halved(micro_batch: int) -> int:
 
 
 def halve_micro_batch(train: Train, run_dir: Path) -> bool:
-    """Note a smaller micro-batch for the next start; False if `train` does not allow one."""
+    """Note a smaller micro-batch for the next start.
+
+    False if `train` does not allow one or the disk cannot be written.
+    """
     if not train.halve_on_oom or train.micro_batch == 1:
         return False
-    atomic_write_text(run_dir / HINT, f"{halved(train.micro_batch)}\n")
+    try:
+        atomic_write_text(run_dir / HINT, f"{halved(train.micro_batch)}\n")
+    except OSError as error:
+        print(f"longspan: cannot write {run_dir / HINT}: {error.strerror}", file=sys.stderr)
+        return False
     return True
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longspan.checkpoint import PendingCheckpoint, TensorShard, prune
 from longspan.config import Checkpoint
-from longspan.errors import Diverged, UserError
+from longspan.errors import Diverged, SaveFailed
 from longspan.faults import fault_point
 from longspan.parallel.collectives import all_reduce_any
 from longspan.parallel.mesh import ParallelMesh
@@ -29,6 +29,8 @@ from longspan.training.state import TrainState
 POLL_S = 0.1
 RETRY_STEPS = 10
 """Steps from a failed save to the next attempt."""
+LAST_RETRIES_S = (1.0, 3.0, 9.0)
+"""Seconds from a failed last save to each further attempt: a scheduler may grant only 30."""
 
 
 class Saver:
@@ -92,7 +94,13 @@ class Saver:
                 pending.commit(self._state, self._mesh.world.size)
             except Exception as problem:  # noqa: BLE001  all ranks must learn of it
                 error, has_failed = problem, True
-        (has_failed,) = all_reduce_any(self._mesh, has_failed)
+        is_missing = has_failed and is_main and _is_missing(self._folder.parent)
+        has_failed, is_missing = all_reduce_any(self._mesh, has_failed, is_missing)
+        if is_missing:
+            raise SaveFailed(
+                f"cannot save step {pending.step}: the run folder {self._folder.parent} was "
+                "removed while the run was training"
+            )
         if not has_failed and is_main:
             self._thread = Thread(target=self._prune, daemon=True)
             self._thread.start()
@@ -110,15 +118,26 @@ class Saver:
             time.sleep(POLL_S)
         self.proceed(*report)
 
-    def finish_all(self) -> None:
-        """Wait at the end of a run; raises UserError if the last checkpoint is not written."""
+    def finish_all(self, state: TrainState) -> None:
+        """Wait at the end of a run. A save that has failed is tried again.
+
+        Raises SaveFailed, on all ranks, if the last checkpoint is still not written.
+        """
         self.finish()
+        for seconds in LAST_RETRIES_S:
+            if self._retry_at is None:
+                break
+            self._log(f"trying again in {seconds:g} s")
+            _sleep(seconds)
+            self.begin(state)
+            self.finish()
         if self._thread is not None:
             self._thread.join()
         if self._retry_at is not None:
-            raise UserError(
-                f"the last checkpoint could not be written to {self._folder}: free or repair the "
-                "disk, then use --resume to continue from the one before it"
+            raise SaveFailed(
+                f"the last checkpoint, of step {state.step}, could not be written to "
+                f"{self._folder}: free or repair the disk, then use --resume to continue from the "
+                "one before it"
             )
 
     def _stage(self, shards: dict[str, TensorShard]) -> dict[str, TensorShard]:
@@ -148,3 +167,22 @@ class Saver:
             prune(self._folder, self._settings.keep, self._settings.keep_every)
         except OSError as error:
             self._log(f"an old checkpoint could not be removed: {error}")
+
+
+def _sleep(seconds: float) -> None:
+    """Sleep, and let the watchdog know."""
+    end = time.monotonic() + seconds
+    while (left := end - time.monotonic()) > 0:
+        fault_point("saving")
+        time.sleep(min(POLL_S, left))
+
+
+def _is_missing(path: Path) -> bool:
+    """Whether there is no such folder; a disk that cannot tell does not count."""
+    try:
+        path.stat()
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return False

@@ -22,7 +22,7 @@ from threading import Event, Thread
 from longspan import faults
 from longspan.parallel.flight_recorder import pending_collective
 from longspan.parallel.world import World
-from longspan.tracking import HISTORY, History
+from longspan.tracking import HISTORY, DiskErrors, History
 
 HEARTBEATS = "heartbeats"
 UNWATCHED = ("writing", "commit", "pruning")
@@ -77,11 +77,12 @@ class Watchdog:
         self._has_warned = False
         self._done = Event()
         self._thread = Thread(target=self._watch, daemon=True)
-        self._file = -1
+        self._file, self._disk_errors = -1, DiskErrors(self._path)
 
     def __enter__(self) -> Watchdog:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        self._file = os.open(self._path, os.O_CREAT | os.O_WRONLY | os.O_TRUNC, 0o666)
+        with self._disk_errors:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._path.write_bytes(b"")  # what an earlier start has left is of no meaning
         faults.set_listener(self._beat)
         self._thread.start()
         return self
@@ -90,7 +91,7 @@ class Watchdog:
         faults.set_listener(None)
         self._done.set()
         self._thread.join()
-        os.close(self._file)
+        self._close()
 
     def _beat(self, point: str) -> None:
         if point in UNWATCHED:
@@ -99,12 +100,29 @@ class Watchdog:
         self._progressed, self._has_warned = time.monotonic(), False
         self.steps += point == "step"
         text = f"{self._count} {time.time():.3f} {self.steps} {point}"
-        os.pwrite(self._file, text.ljust(100).encode(), 0)
+        with self._disk_errors:
+            self._write(text.ljust(100).encode())
+
+    def _write(self, content: bytes) -> None:
+        """Overwrite the heartbeat. The file stays open between two, until an error."""
+        try:
+            if self._file < 0:
+                self._file = os.open(self._path, os.O_CREAT | os.O_WRONLY, 0o666)
+            os.pwrite(self._file, content, 0)
+        except OSError:
+            self._close()
+            raise
+
+    def _close(self) -> None:
+        file, self._file = self._file, -1
+        if file >= 0:
+            with suppress(OSError):  # a network file system reports errors of writes here too
+                os.close(file)
 
     def _watch(self) -> None:
         while not self._done.wait(self._poll_s):
             with suppress(OSError):
-                os.utime(self._file)  # this process runs, wherever it is blocked
+                os.utime(self._path)  # this process runs, wherever it is blocked
             idle = time.monotonic() - self._progressed
             if idle > self._seconds:
                 self._end()
