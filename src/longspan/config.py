@@ -163,6 +163,9 @@ class Data(Section):
     """Number of key-value pairs in each sequence of the "recall" source."""
     accept_changed: bool = False
     """Lets a run resume on data other than its checkpoint was trained on."""
+    verify: bool = True
+    """Verifies the SHA-256 of every token shard at the start; shards that have not changed since
+    the last time are not read again."""
 
 
 DILATED_KEYS = ("segment_lengths", "dilation_rates")

@@ -90,6 +90,8 @@ def open_regular(path: Path, *, within: Path | None = None) -> BinaryIO:
     A FIFO, a device or a folder is refused at once, without waiting for a writer. `within`: the
     folder that symbolic links may not leave.
     """
+    if "\0" in str(path):
+        raise OSError(errno.EINVAL, "its name has a NUL character")
     if within is not None and not _resolved(path).is_relative_to(_resolved(within)):
         raise OSError(errno.EPERM, f"it is a link to a file outside {within}", str(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -123,7 +125,7 @@ def read_bounded(path: Path, max_bytes: int, *, within: Path | None = None) -> b
 
 
 def read_json_bytes(
-    path: Path, max_bytes: int, *, max_values: int = 1 << 24, within: Path | None = None
+    path: Path, max_bytes: int, *, max_values: int = 1 << 25, within: Path | None = None
 ) -> bytes:
     """Read a JSON file whose size and number of values are bounded before anything parses it."""
     content = read_bounded(path, max_bytes, within=within)

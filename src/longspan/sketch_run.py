@@ -69,6 +69,9 @@ def open_trained(run_dir: Path) -> TrainedRun:
             'model.linear = "dense"'
         )
     source = open_source(run.data, run.model)
+    if run.data.verify and (verification := source.verification()):
+        with verification:
+            verification.wait()
     validation = source.validation_samples(run.train.eval_samples)
     if not validation:
         raise UserError(f"{run_dir} has no validation samples: set train.eval_samples > 0")

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import os
 from pathlib import Path
 from typing import TypeGuard
 
+from longspan.errors import UserError
+from longspan.files import read_json_object
+
 INDEX = "index.json"
 """The index of a folder of token shards; `data.shards` describes it."""
+MAX_DOCUMENTS = 1 << 25
+"""Documents of a folder. Their ends are in the index, which takes some 80 bytes of memory for each
+while it is read."""
+MAX_INDEX_BYTES = 16 * MAX_DOCUMENTS
+MAX_VOCAB = 1 << 24
+"""Largest vocabulary; a larger one is an id that was never meant to be one, such as 2³² - 1."""
 MULTIPLE = 64
 """Vocabularies are rounded up to a multiple of this, so that matrix products use full tiles and
 tensor parallelism can split them."""
@@ -24,15 +31,12 @@ def vocab_of_data(source: str) -> int | None:
 
     What is wrong with a folder is reported where its data is opened.
     """
-    path = Path(source) / INDEX
-    if not os.path.isfile(path):
-        return None
     try:
-        index = json.loads(path.read_bytes())
-    except (OSError, ValueError, RecursionError):
+        index = read_json_object(Path(source) / INDEX, MAX_INDEX_BYTES, within=Path(source))
+    except UserError:
         return None
-    vocab = index.get("vocab") if isinstance(index, dict) else None
-    return vocab if type(vocab) is int and vocab > 0 else None
+    vocab = index.get("vocab")
+    return vocab if type(vocab) is int and 0 < vocab <= MAX_VOCAB else None
 
 
 def rounded_vocab(vocab: int) -> int:

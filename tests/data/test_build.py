@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from longspan.data.build import build
-from longspan.data.shards import inspect_folder, map_shard, read_index
+from longspan.data.shards import ShardFile, read_index
 from longspan.data.tokenizer import JsonTokenizer
+from longspan.data.verification import inspect_folder
 from longspan.errors import UserError
 
 
@@ -75,7 +76,7 @@ def test_a_tokenizers_json_file(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text("the cat sat the")
     build([tmp_path / "in.txt"], tmp_path / "out", tokenizer=tmp_path / "words.json", validation=0)
     index = read_index(tmp_path / "out")
-    assert map_shard(tmp_path / "out", index, index.shards[0]).tolist() == [1, 2, 3, 1, 0]
+    assert ShardFile(tmp_path / "out", index, index.shards[0])[:].tolist() == [1, 2, 3, 1, 0]
     copied = JsonTokenizer(tmp_path / "out" / "tokenizer.json")
     assert copied.decode([2, 3]) == "cat sat"
 
@@ -221,7 +222,7 @@ def test_a_tokenizer_with_truncation_padding_and_gaps_in_its_ids(tmp_path: Path)
         [tmp_path / "in.txt"], tmp_path / "out", tokenizer=tmp_path / "words.json", validation=0
     )
     assert (index.vocab, index.dtype) == (70_001, "uint32")
-    tokens = map_shard(tmp_path / "out", index, index.shards[0]).tolist()
+    tokens = ShardFile(tmp_path / "out", index, index.shards[0])[:].tolist()
     assert tokens == [1, 70_000] * 10 + [0]
 
 

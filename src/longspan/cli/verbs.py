@@ -276,7 +276,7 @@ def data_build(args: argparse.Namespace) -> None:
 
 
 def data_info(args: argparse.Namespace) -> None:
-    from longspan.data.shards import inspect_folder
+    from longspan.data.verification import inspect_folder
 
     with waiting(f"verifying {args.folder}"):
         info = inspect_folder(args.folder)

@@ -1,10 +1,12 @@
-"""Token shards: memory-mapped .bin files beside one index.json.
+"""Token shards: .bin files beside one index.json.
 
     FOLDER/
       index.json            tokenizer, dtype, and each shard's size, SHA-256 and document ends
       train-00000.bin       tokens, little-endian, in the index's dtype
       validation-00000.bin
       tokenizer.json        unless the tokenizer is bytes
+      tokenizer_config.json its end-of-text token
+      .verified.json        which shards were verified, by `data.verification`
 
 A document's end is the position after its last token, relative to the shard. A document never spans
 two shards.
@@ -12,22 +14,32 @@ two shards.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longspan.errors import UserError, first_problem
-from longspan.files import sha256_of
-from longspan.vocabulary import INDEX
+from longspan.files import open_regular, read_json_bytes
+from longspan.vocabulary import INDEX, MAX_DOCUMENTS, MAX_INDEX_BYTES, MAX_VOCAB
 
 FORMAT: Literal["longspan-tokens-1"] = "longspan-tokens-1"
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
 DTYPES = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
+MAX_TOKENS = 1 << 48
+REBUILD = "copy it again or rebuild the folder with `longspan data build`"
 
-Count = Annotated[int, Field(ge=1, le=1 << 48)]
+Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+
+
+def _printable(text: str) -> str:
+    if not text.isprintable():
+        raise ValueError(f"expected printable text, got {text!r}")
+    return text
 
 
 class _Strict(BaseModel):
@@ -35,7 +47,7 @@ class _Strict(BaseModel):
 
 
 class Shard(_Strict):
-    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.bin$")]
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.bin$", max_length=200)]
     split: Literal["train", "validation"]
     tokens: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -50,11 +62,32 @@ class Shard(_Strict):
 
 
 class Index(_Strict):
-    tokenizer: str
-    vocab: Count
+    tokenizer: Annotated[str, Field(max_length=255), AfterValidator(_printable)]
+    vocab: Annotated[int, Field(ge=1, le=MAX_VOCAB)]
     dtype: Literal["uint8", "uint16", "uint32"]
     shards: list[Shard]
     format: Literal["longspan-tokens-1"] = FORMAT
+
+    @model_validator(mode="after")
+    def _shards_are_different_files(self) -> Index:
+        files = [shard.file for shard in self.shards]
+        if len(set(files)) < len(files):
+            twice = next(file for n, file in enumerate(files) if file in files[:n])
+            raise ValueError(f"the shard {twice} is listed twice")
+        total = sum(shard.tokens for shard in self.shards)
+        if total > MAX_TOKENS:
+            raise ValueError(f"the shards have {total:,} tokens: expected at most {MAX_TOKENS:,}")
+        return self
+
+    def fingerprint(self) -> str:
+        """Return the SHA-256 of everything in the index, whatever its JSON looks like."""
+        digest = hashlib.sha256()
+        for part in (self, *self.shards):
+            exclude = {"shards", "document_ends"}
+            digest.update(part.model_dump_json(exclude=exclude).encode() + b"\n")
+        for shard in self.shards:
+            digest.update(np.asarray(shard.document_ends, dtype="<i8").tobytes())
+        return digest.hexdigest()
 
 
 def dtype_for(vocab: int) -> Literal["uint8", "uint16", "uint32"]:
@@ -66,56 +99,55 @@ def read_index(folder: Path) -> Index:
     """Read and validate the index of a folder of shards."""
     path = folder / INDEX
     try:
-        return Index.model_validate_json(path.read_bytes())
-    except OSError as error:
-        raise UserError(
-            f"cannot read {path}: {error.strerror}; create the folder with `longspan data build`"
-        ) from error
+        return Index.model_validate_json(
+            read_json_bytes(path, MAX_INDEX_BYTES, max_values=MAX_DOCUMENTS, within=folder)
+        )
     except ValidationError as error:
         raise UserError(
             f"{path} is not a {FORMAT} index: {first_problem(error)}; rebuild the folder with "
             "`longspan data build`"
         ) from error
+    except UserError as error:
+        raise UserError(f"{error}; create the folder with `longspan data build`") from error
 
 
-def map_shard(folder: Path, index: Index, shard: Shard) -> NDArray[Any]:
-    """Memory-map a shard's tokens, after checking its size against the index."""
-    path = folder / shard.file
-    dtype = np.dtype(DTYPES[index.dtype])
-    expected = shard.tokens * dtype.itemsize
-    if path.exists() and not path.is_file():
-        raise UserError(f"cannot read the shard {path}: it is not a file")
-    try:
-        size = path.stat().st_size
+class ShardFile:
+    """The tokens of a shard; a slice reads them from the file.
+
+    It is read, not mapped into memory: a file that is truncated under a running job is then an
+    error that names it, where a memory map would end the process by SIGBUS.
+    """
+
+    def __init__(self, folder: Path, index: Index, shard: Shard) -> None:
+        """Check the file's size against the index."""
+        self.path = folder / shard.file
+        self._tokens, self._dtype = shard.tokens, np.dtype(DTYPES[index.dtype])
+        expected = shard.tokens * self._dtype.itemsize
+        try:
+            with open_regular(self.path, within=folder) as file:
+                size = os.fstat(file.fileno()).st_size
+        except OSError as error:
+            raise UserError(f"cannot read the shard {self.path}: {error.strerror}") from error
         if size != expected:
             kind = "truncated" if size < expected else "too long"
             raise UserError(
-                f"{path} is {kind}: expected {expected:,} bytes, got {size:,}; "
-                "copy it again or rebuild the folder with `longspan data build`"
+                f"{self.path} is {kind}: expected {expected:,} bytes, got {size:,}; {REBUILD}"
             )
-        return np.memmap(path, dtype=dtype, mode="r")
-    except OSError as error:
-        raise UserError(f"cannot read the shard {path}: {error.strerror}") from error
 
+    def __len__(self) -> int:
+        return self._tokens
 
-def inspect_folder(folder: Path) -> dict[str, Any]:
-    """Summarize a folder of shards, after checking the size and SHA-256 of every file."""
-    index = read_index(folder)
-    for shard in index.shards:
-        map_shard(folder, index, shard)
-        if sha256_of(folder / shard.file) != shard.sha256:
-            raise UserError(
-                f"{folder / shard.file} is damaged: its SHA-256 is not the index's; copy it again "
-                "or rebuild the folder with `longspan data build`"
-            )
-    splits = {}
-    for split in SPLITS:
-        shards = [shard for shard in index.shards if shard.split == split]
-        lengths = [np.diff(shard.document_ends, prepend=0) for shard in shards]
-        splits[split] = {
-            "shards": len(shards),
-            "tokens": sum(shard.tokens for shard in shards),
-            "documents": sum(len(shard.document_ends) for shard in shards),
-            "longest": max((int(length.max()) for length in lengths), default=0),
-        }
-    return {"tokenizer": index.tokenizer, "vocab": index.vocab, "splits": splits}
+    def __getitem__(self, which: slice) -> NDArray[Any]:
+        start, stop, step = which.indices(self._tokens)
+        assert step == 1, which
+        offset, size = start * self._dtype.itemsize, max(0, stop - start) * self._dtype.itemsize
+        try:
+            # Opened for each read: a folder may have more shards than a process open files.
+            with open_regular(self.path) as file:
+                file.seek(offset)
+                content = file.read(size)
+        except OSError as error:
+            raise UserError(f"cannot read the shard {self.path}: {error.strerror}") from error
+        if len(content) < size:
+            raise UserError(f"{self.path} was truncated while the run read it; {REBUILD}")
+        return np.frombuffer(content, self._dtype)

@@ -7,14 +7,17 @@ processes: epoch after epoch of the split's windows, each shuffled by its own ke
 from __future__ import annotations
 
 import hashlib
+import itertools
 import math
 import os
 import sysconfig
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +25,9 @@ from numpy.typing import NDArray
 from longspan.config import Data, Model
 from longspan.constants import IGNORE_INDEX
 from longspan.data.permutation import permute
-from longspan.data.shards import SPLITS, map_shard, read_index
-from longspan.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from longspan.data.shards import SPLITS, ShardFile, read_index
+from longspan.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer
+from longspan.data.verification import Verification
 from longspan.errors import UserError
 from longspan.hashing import hash64
 from longspan.wording import counted
@@ -93,6 +97,10 @@ class Source(ABC):
     def describe(self) -> str:
         """Describe the data in one line."""
 
+    def verification(self) -> Verification | None:
+        """Begin to verify the files of this source; None if it has none."""
+        return None
+
     @abstractmethod
     def sample(self, seed: int, index: int) -> Sample:
         """Return training sample `index` of the infinite sequence that `seed` selects."""
@@ -113,24 +121,27 @@ class Source(ABC):
         """Return the loss on these samples that needs no long context."""
 
 
-@dataclass(frozen=True)
+class Tokens(Protocol):
+    """Tokens that are read by slices: an array, or the file of a shard."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, which: slice, /) -> NDArray[Any]: ...
+
+
 class TokenSplit:
-    """One split: arrays that are read as if concatenated, and the end of each document."""
+    """One split: tokens that are read as if concatenated, and the end of each document."""
 
-    arrays: list[NDArray[Any]]
-    document_ends: Ints
-
-    @property
-    def total(self) -> int:
-        return sum(len(array) for array in self.arrays)
+    def __init__(self, arrays: Sequence[Tokens], document_ends: Ints) -> None:
+        self.arrays, self.document_ends = arrays, document_ends
+        self._starts = [0, *itertools.accumulate(map(len, arrays))]
+        self.total = self._starts[-1]
 
     def read(self, start: int, stop: int) -> Ints:
-        chunks, offset = [], 0
-        for array in self.arrays:
-            low, high = max(start - offset, 0), min(stop - offset, len(array))
-            if low < high:
-                chunks.append(array[low:high].astype(np.int64))
-            offset += len(array)
+        chunks, first = [], bisect_right(self._starts, start) - 1
+        for array, offset in zip(self.arrays[first:], self._starts[first:], strict=False):
+            if offset >= stop:
+                break
+            chunks.append(array[max(start - offset, 0) : stop - offset].astype(np.int64))
         return np.concatenate(chunks)
 
 
@@ -144,7 +155,10 @@ class TokenSource(Source):
         tokenizer: Tokenizer,
         vocab: int,
         fingerprint: str,
+        verification: Callable[[], Verification] | None = None,
     ) -> None:
+        """`verification`: begins to verify the files that the splits read."""
+        self._verification = verification
         self.splits = splits
         self.context = context
         self.tokenizer = tokenizer
@@ -165,6 +179,9 @@ class TokenSource(Source):
         return (
             f"tokens: {', '.join(sizes)}; {counted(self.num_windows('train'), 'sample')} per epoch"
         )
+
+    def verification(self) -> Verification | None:
+        return self._verification() if self._verification else None
 
     def sample(self, seed: int, index: int) -> Sample:
         return self._window("train", self._train_window(seed, index))
@@ -336,12 +353,14 @@ def _from_shards(folder: Path, context: int) -> TokenSource:
             for shard, start in zip(shards, starts, strict=False)
         ]
         splits[split] = TokenSplit(
-            [map_shard(folder, index, shard) for shard in shards],
+            [ShardFile(folder, index, shard) for shard in shards],
             np.concatenate([np.zeros(0, dtype=np.int64), *ends]),
         )
-    tokenizer = load_tokenizer(folder)
-    fingerprint = hashlib.sha256("".join(s.sha256 for s in index.shards).encode()).hexdigest()
-    return TokenSource(splits, context, tokenizer, index.vocab, fingerprint)
+    tokenizer, fingerprint = load_tokenizer(folder), index.fingerprint()
+    if isinstance(tokenizer, JsonTokenizer):
+        fingerprint = hashlib.sha256(f"{fingerprint} {tokenizer.sha256}".encode()).hexdigest()
+    verification = partial(Verification, folder, index)
+    return TokenSource(splits, context, tokenizer, index.vocab, fingerprint, verification)
 
 
 def _builtin(context: int) -> TokenSource:

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol
 
 from longspan.errors import UserError
+from longspan.files import atomic_write_text, read_bounded, read_json_object
+from longspan.vocabulary import MAX_VOCAB
 
 TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+MAX_BYTES = 1 << 27
+"""Size of a tokenizer's files; those of 250,000 tokens have some 2²⁵."""
 
 
 class Tokenizer(Protocol):
@@ -38,50 +48,94 @@ class ByteTokenizer:
 
 
 class JsonTokenizer:
-    """A tokenizer saved by the `tokenizers` library as one JSON file."""
+    """A tokenizer saved by the `tokenizers` library as one JSON file.
 
-    _EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+    Its end-of-text token is `eos`, else the eos_token of a tokenizer_config.json beside the file,
+    else the first of the usual names that it knows.
+    """
 
-    def __init__(self, path: Path) -> None:
+    EOS_NAMES = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "[SEP]")
+
+    def __init__(self, path: Path, *, eos: str | None = None, within: Path | None = None) -> None:
+        """`within`: the folder that symbolic links may not leave."""
+        content = read_bounded(path, MAX_BYTES, within=within)
         try:
             from tokenizers import Tokenizer as Loaded
         except ImportError as error:
             raise UserError(
                 f"{path} needs the tokenizers package: pip install 'longspan[tokenizers]'"
             ) from error
-        try:
-            self._inner = Loaded.from_str(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UserError(f"cannot read the tokenizer {path}: {error.strerror}") from error
-        except Exception as error:  # the library raises no narrower one
-            raise UserError(f"{path} is not a tokenizers JSON file: {error}") from error
-        # The file may hold the limits of the model it was made for; we never truncate or pad.
-        self._inner.no_truncation()
-        self._inner.no_padding()
-        self.name = path.name
-        self.vocab = max(self._inner.get_vocab().values(), default=0) + 1  # ids may have gaps
-        names = (name for name in self._EOS_NAMES if self._inner.token_to_id(name) is not None)
-        self.eos_token: str | None = next(names, None)
-        self.eos: int | None = None
-        if self.eos_token is not None:
-            self.eos = self._inner.token_to_id(self.eos_token)
+        with _library_errors(f"{path} is not a tokenizers JSON file"):
+            self._inner = Loaded.from_str(content.decode("utf-8"))
+            # The file may hold the limits of the model it was made for; we never truncate or pad.
+            self._inner.no_truncation()
+            self._inner.no_padding()
+            self.vocab = max(self._inner.get_vocab().values(), default=0) + 1  # ids may have gaps
+        if self.vocab > MAX_VOCAB:
+            raise UserError(
+                f"{path} has a token of id {self.vocab - 1}: expected ids below {MAX_VOCAB:,}"
+            )
+        self.sha256 = hashlib.sha256(content).hexdigest()
+        stem = path.parent.resolve().name if path.name == TOKENIZER else path.name
+        self.name = "".join(character for character in stem if character.isprintable())[:255]
+        self.eos_token, self.eos = self._find_eos(path, eos)
+
+    def _find_eos(self, path: Path, given: str | None) -> tuple[str | None, int | None]:
+        config, named, where = path.parent / TOKENIZER_CONFIG, given, "--eos"
+        if named is None and os.path.lexists(config):
+            named, where = read_json_object(config, MAX_BYTES).get("eos_token"), str(config)
+            if isinstance(named, dict):
+                named = named.get("content")  # as older versions of transformers write it
+        if named is None:
+            known = (name for name in self.EOS_NAMES if self._inner.token_to_id(name) is not None)
+            named = next(known, None)
+        if named is None:
+            return None, None
+        found = self._inner.token_to_id(named) if _is_text(named) else None
+        if found is None:
+            raise UserError(
+                f"{where} names the end-of-text token {named!r}, which {path} does not have: "
+                "name one of its tokens with --eos"
+            )
+        return named, found
 
     def encode(self, text: str) -> list[int]:
-        try:
+        with _library_errors(f"the tokenizer {self.name} cannot encode this text"):
             return list(self._inner.encode(text, add_special_tokens=False).ids)
-        except Exception as error:  # the library raises no narrower one
-            raise UserError(
-                f"the tokenizer {self.name} cannot encode this text: {error}"
-            ) from error
 
     def to_json(self) -> str:
         return str(self._inner.to_str())
 
+    def save(self, folder: Path) -> None:
+        """Write the tokenizer, and which token ends a text, for `load_tokenizer`."""
+        atomic_write_text(folder / TOKENIZER, self.to_json())
+        config = json.dumps({"eos_token": self.eos_token}, indent=1) + "\n"
+        atomic_write_text(folder / TOKENIZER_CONFIG, config)
+
     def decode(self, tokens: list[int]) -> str:
-        return str(self._inner.decode(tokens))
+        with _library_errors(f"the tokenizer {self.name} cannot decode these tokens"):
+            return str(self._inner.decode(tokens))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Load the tokenizer from the JSON file in `folder`, or return the byte tokenizer."""
     path = folder / TOKENIZER
-    return JsonTokenizer(path) if path.exists() else ByteTokenizer()
+    return JsonTokenizer(path, within=folder) if os.path.lexists(path) else ByteTokenizer()
+
+
+def _is_text(value: object) -> bool:
+    try:
+        return isinstance(value, str) and bool(value.encode())
+    except UnicodeEncodeError:  # half of a surrogate pair, which JSON can spell
+        return False
+
+
+@contextmanager
+def _library_errors(message: str) -> Iterator[None]:
+    """Raise what the `tokenizers` library raises, also a panic of its Rust code, as UserError."""
+    try:
+        yield
+    except BaseException as error:  # its errors are plain Exceptions, and a panic not even that
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise UserError(f"{message}: {error}") from error

@@ -10,7 +10,7 @@ import torch
 from longspan.checkpoint import CHECKPOINTS, remove_leftovers
 from longspan.config import Run
 from longspan.data import Source
-from longspan.data.tokenizer import TOKENIZER, JsonTokenizer
+from longspan.data.tokenizer import JsonTokenizer
 from longspan.errors import UserError
 from longspan.files import atomic_write_text
 from longspan.runfile import RUN_FILE, dump_run
@@ -31,6 +31,6 @@ def open_run_folder(run: Run, run_dir: Path, device: torch.device, source: Sourc
         environment = json.dumps(describe_environment(device), indent=1)
         atomic_write_text(run_dir / "env.json", environment)
         if isinstance(source.tokenizer, JsonTokenizer):
-            atomic_write_text(run_dir / TOKENIZER, source.tokenizer.to_json())
+            source.tokenizer.save(run_dir)
     except OSError as error:
         raise UserError(f"cannot write the run folder {run_dir}: {error.strerror}") from error

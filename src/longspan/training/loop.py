@@ -17,7 +17,7 @@ from torch import nn
 from longspan.checkpoint import CHECKPOINTS
 from longspan.config import Run
 from longspan.costs import count_parameters
-from longspan.data import Prefetcher, Source, open_source
+from longspan.data import Prefetcher, Source
 from longspan.derived import derived_values
 from longspan.device import autocast, choose_device, resolve
 from longspan.engines import open_engine
@@ -50,6 +50,7 @@ from longspan.training.saving import Saver
 from longspan.training.signals import StopRequests
 from longspan.training.state import TrainState, newest_intact, resume_key
 from longspan.training.step import forward_context, train_step
+from longspan.training.verified_data import open_verified_source
 from longspan.training.watchdog import Watchdog
 
 CAUSE_WIDTH = 160
@@ -93,7 +94,14 @@ def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None 
                 open_mesh(run.layout, world, device, run.train.hang_timeout_s) as mesh,
             ):
                 return _train(
-                    fitting, given, run_dir, device, mesh, resume=resume, on_ready=preparing.stop
+                    fitting,
+                    given,
+                    run_dir,
+                    device,
+                    mesh,
+                    resume=resume,
+                    show=preparing.update,
+                    on_ready=preparing.stop,
                 )
         except OutOfMemory as error:
             if not halve_micro_batch(fitting.train, run_dir):
@@ -116,15 +124,16 @@ def _train(
     mesh: ParallelMesh,
     *,
     resume: bool,
+    show: Callable[[str], None],
     on_ready: Callable[[], None],
 ) -> Result:
     """`given` is the run file as the user wrote it; `run` may have a smaller micro-batch.
 
-    `on_ready` is called before the first step.
+    `show` tells the user what takes long; `on_ready` is called before the first step.
     """
     is_main = mesh.world.is_main
     settings, checkpoints = run.train, run_dir / CHECKPOINTS
-    source = open_source(run.data, run.model)
+    source = open_verified_source(run, mesh, show)
     if source.tokenizer and run.track.prompt:
         encode_prompt(source.tokenizer, run.track.prompt)  # fail now, not after hours of training
 
