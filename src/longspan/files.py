@@ -80,6 +80,8 @@ MAX_JSON_DEPTH = 32
 """Nesting of a JSON file; ours and those of Hugging Face have less than ten levels."""
 MAX_HEADER_BYTES = 16 << 20
 """Size of a safetensors header: about a hundred thousand tensors."""
+MAX_JSON_VALUES = 1 << 25
+"""Values in one JSON file. Each takes some 40 bytes when parsed, whatever it is in the file."""
 MAX_JSON_CONTAINERS = 1_000_000
 """Objects and lists in one JSON file. Each takes some 100 times its two bytes when parsed."""
 
@@ -125,7 +127,11 @@ def read_bounded(path: Path, max_bytes: int, *, within: Path | None = None) -> b
 
 
 def read_json_bytes(
-    path: Path, max_bytes: int, *, max_values: int = 1 << 25, within: Path | None = None
+    path: Path,
+    max_bytes: int,
+    *,
+    max_values: int = MAX_JSON_VALUES,
+    within: Path | None = None,
 ) -> bytes:
     """Read a JSON file whose size and number of values are bounded before anything parses it."""
     content = read_bounded(path, max_bytes, within=within)

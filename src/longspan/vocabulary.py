@@ -6,14 +6,13 @@ from pathlib import Path
 from typing import TypeGuard
 
 from longspan.errors import UserError
-from longspan.files import read_json_object
+from longspan.files import MAX_JSON_VALUES, read_json_object
 
 INDEX = "index.json"
 """The index of a folder of token shards; `data.shards` describes it."""
-MAX_DOCUMENTS = 1 << 25
-"""Documents of a folder. Their ends are in the index, which takes some 80 bytes of memory for each
-while it is read."""
-MAX_INDEX_BYTES = 16 * MAX_DOCUMENTS
+MAX_DOCUMENTS = MAX_JSON_VALUES - 1_000_000
+"""Documents of a folder: their ends are in the index."""
+MAX_INDEX_BYTES = 16 * MAX_JSON_VALUES
 MAX_VOCAB = 1 << 24
 """Largest vocabulary; a larger one is an id that was never meant to be one, such as 2³² - 1."""
 MULTIPLE = 64

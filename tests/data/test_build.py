@@ -133,8 +133,10 @@ def test_info_detects_a_flipped_bit(folder: Path) -> None:
         ({"dtype": "float32"}, "dtype: Input should be 'uint8', 'uint16' or 'uint32'"),
         ({"shards": [{"file": "x.bin"}]}, r"shards\.0\.split: Field required"),
         ({"vocab": -5}, "vocab: Input should be greater than or equal to 1"),
-        ({"vocab": 1e400}, "vocab"),
+        ({"vocab": 1e400}, "not a JSON number"),
         ({"surprise": 1}, "surprise"),
+        ({"vocab": 2**32}, "vocab: Input should be less than or equal to 16777216"),
+        ({"tokenizer": "a\x1b[2Jb"}, "expected printable text"),
     ],
 )
 def test_an_invalid_index_is_rejected(
@@ -151,6 +153,7 @@ def test_an_invalid_index_is_rejected(
     [
         {"document_ends": [5, 3, 201]},
         {"document_ends": [10**30]},
+        {"document_ends": [-1, 201]},
         {"document_ends": []},
         {"document_ends": [100.5, 201]},
         {"sha256": None},
@@ -169,10 +172,29 @@ def test_an_invalid_shard_in_the_index_is_rejected(folder: Path, change: dict[st
         read_index(folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"[" * 99999, b"\xff", b"null"])
+def test_a_shard_that_is_listed_twice_is_rejected(folder: Path) -> None:
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps({**index, "shards": index["shards"] * 2}))
+    with pytest.raises(UserError, match=r"the shard train-00000\.bin is listed twice"):
+        read_index(folder)
+
+
+def test_more_tokens_than_can_be_counted_are_rejected(folder: Path) -> None:
+    path = folder / "index.json"
+    index = json.loads(path.read_text())
+    (shard,) = index["shards"]
+    huge = {**shard, "tokens": 2**48, "document_ends": [2**48]}
+    shards = [{**huge, "file": f"{n}.bin"} for n in range(2)]
+    path.write_text(json.dumps({**index, "shards": shards}))
+    with pytest.raises(UserError, match="tokens: expected at most"):
+        read_index(folder)
+
+
+@pytest.mark.parametrize("content", [b"", b"[" * 99999, b"\xff", b"null", b'{"a": 1, "a": 2}'])
 def test_an_index_that_is_not_json_is_rejected(folder: Path, content: bytes) -> None:
     (folder / "index.json").write_bytes(content)
-    with pytest.raises(UserError, match="is not a longspan-tokens-1 index"):
+    with pytest.raises(UserError, match=r"not valid JSON|expected a JSON object"):
         read_index(folder)
 
 

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from longspan.errors import UserError, first_problem
-from longspan.files import open_regular, read_json_bytes
-from longspan.vocabulary import INDEX, MAX_DOCUMENTS, MAX_INDEX_BYTES, MAX_VOCAB
+from longspan.files import open_regular, read_json_object
+from longspan.vocabulary import INDEX, MAX_INDEX_BYTES, MAX_VOCAB
 
 FORMAT: Literal["longspan-tokens-1"] = "longspan-tokens-1"
 SPLITS: tuple[Literal["train", "validation"], ...] = ("train", "validation")
@@ -99,9 +99,7 @@ def read_index(folder: Path) -> Index:
     """Read and validate the index of a folder of shards."""
     path = folder / INDEX
     try:
-        return Index.model_validate_json(
-            read_json_bytes(path, MAX_INDEX_BYTES, max_values=MAX_DOCUMENTS, within=folder)
-        )
+        return Index.model_validate(read_json_object(path, MAX_INDEX_BYTES, within=folder))
     except ValidationError as error:
         raise UserError(
             f"{path} is not a {FORMAT} index: {first_problem(error)}; rebuild the folder with "
