@@ -10,6 +10,7 @@ import pytest
 
 from longspan.launching.local import run_processes
 from longspan.models import create_model
+from tests.launching.test_elastic import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 START = """
@@ -29,6 +30,7 @@ def test_a_custom_loop_learns(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))  # as torchrun would
     command = [sys.executable, "-c", START, str(EXAMPLES / f"{name}.py")]
     assert run_processes(command, 2, tmp_path / "logs") == 0
     output = capfd.readouterr().out + (tmp_path / "logs" / "rank-1.log").read_text()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -205,15 +206,32 @@ def ranks_of(launcher: int) -> list[int]:
     return found
 
 
+def listeners(pid: int) -> list[str]:
+    """The addresses, as the kernel writes them, at which a process accepts TCP connections."""
+    sockets = set()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            sockets.add(os.readlink(descriptor))
+    found = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, address, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and f"socket:[{inode}]" in sockets:
+                found.append(address.split(":")[0])
+    return found
+
+
 # Training runs
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of two ranks that was stopped by SIGINT."""
+    """A run of two ranks that was stopped by SIGINT; beside it, where they had listened."""
     run_dir = tmp_path_factory.mktemp("stopped") / "run"
     process = subprocess.Popen([*TRAIN, *ENDLESS, "--run-dir", str(run_dir)])
     wait_until(lambda: last_step(run_dir) > 0)
+    found = [address for pid in ranks_of(process.pid) for address in listeners(pid)]
+    (run_dir.parent / "listeners").write_text("\n".join([*found, *listeners(process.pid)]))
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 3
     return run_dir
@@ -222,6 +240,12 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_signal_stops_all_ranks_with_a_checkpoint(stopped: Path) -> None:
     (path,) = (stopped / "checkpoints").iterdir()
     assert path.name == f"step-{last_step(stopped):08d}"
+
+
+def test_the_processes_of_one_machine_listen_on_loopback_only(stopped: Path) -> None:
+    found = (stopped.parent / "listeners").read_text().split()
+    assert found  # gloo's, between the ranks
+    assert set(found) == {"0100007F"}  # 127.0.0.1
 
 
 @pytest.mark.parametrize("point", ["gradient norm", pytest.param("data", marks=is_slow)])

@@ -38,6 +38,7 @@ from longspan.parallel.apply import apply_to_blocks, named_parameters
 from longspan.parallel.grad_norm import clip_grad_norm
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
+from longspan.parallel.world import loopback_only
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -301,5 +302,6 @@ def _init_process_group(mesh: ParallelMesh, device: torch.device) -> None:
         os.environ.setdefault(name, str(value))
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        loopback_only(os.environ)
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)

@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -21,12 +20,16 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from longspan.faults import LAUNCHER_PID
+from longspan.parallel.world import STORE, loopback_only
 
 GRACE_S = 5.0
 """How long the other ranks may take to exit once one has failed."""
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that are forwarded to the ranks, which save a checkpoint and stop."""
+
+TEMPORARY = "longspan-launch-"
+"""Prefix of a launcher's temporary folder, which only its user can read: logs and rendezvous."""
 
 TRACEBACK = "LONGSPAN_TRACEBACK"
 """Set in the environment of each rank: the file that receives its traceback."""
@@ -47,14 +50,17 @@ def run_processes(
     writes a log file too. Signals that were forwarded are appended to `received`. `on_poll` is
     called again and again while the processes run.
     """
-    logs = Path(tempfile.mkdtemp(prefix="longspan-logs-"))
+    folder = Path(tempfile.mkdtemp(prefix=TEMPORARY))
+    logs = folder / "logs"
+    logs.mkdir()
     environment = {
         **os.environ,
         "WORLD_SIZE": str(nproc),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
+        STORE: str(folder / "store"),
+        "MASTER_ADDR": "127.0.0.1",  # Accelerate asks for it; nothing listens there
         LAUNCHER_PID: str(os.getpid()),
     }
+    loopback_only(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -97,7 +103,7 @@ def run_processes(
             signal.signal(number, handler)
         if log_dir.parent.is_dir():
             _copy(logs, log_dir)
-        shutil.rmtree(logs, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _copy(logs: Path, folder: Path) -> None:
@@ -189,8 +195,3 @@ def _warn_about_shared_store() -> None:
             file=sys.stderr,
         )
 
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.config import Layout
 from longspan.parallel.flight_recorder import record_collectives
-from longspan.parallel.world import World
+from longspan.parallel.world import STORE, World
 
 MESH_AXES = ("pipeline", "replicate", "shard", "tensor")
 """From the ranks that communicate least to those that communicate most, which are neighbours."""
@@ -115,7 +116,15 @@ def open_mesh(
     was_initialized = dist.is_initialized()
     if not was_initialized:
         record_collectives()
-        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_s + 60))
+        timeout = timedelta(seconds=timeout_s + 60)
+        if file := os.environ.get(STORE):
+            # Torch's TCP store would listen on all interfaces, for anyone; this is a file of ours.
+            store = dist.FileStore(file, world.size)
+            dist.init_process_group(
+                backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
+            )
+        else:
+            dist.init_process_group(backend, timeout=timeout)
     ranks = layout.resolve(world.size)
     device_mesh = init_parameter_mesh(ranks, device)
     sequence_group = None
