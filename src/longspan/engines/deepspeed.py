@@ -31,6 +31,7 @@ from longspan.engines.deepspeed_internals import Fragment, ZeroPartitions, silen
 from longspan.engines.loss_scale import LossScale
 from longspan.engines.protocol import InferenceModel, MakeOptimizer, ReadTensor, StepCheck
 from longspan.errors import UserError
+from longspan.loopback import loopback_only
 from longspan.models import Decoder, parameter_shapes
 from longspan.models.decoder import allocate, initial_weight, initialize
 from longspan.nn import logits_of
@@ -38,7 +39,6 @@ from longspan.parallel.apply import apply_to_blocks, named_parameters
 from longspan.parallel.grad_norm import clip_grad_norm
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
-from longspan.parallel.world import loopback_only
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from longspan.faults import LAUNCHER_PID
-from longspan.parallel.world import STORE, loopback_only
+from longspan.loopback import STORE, loopback_only
 
 GRACE_S = 5.0
 """How long the other ranks may take to exit once one has failed."""
@@ -194,4 +194,3 @@ def _warn_about_shared_store() -> None:
             "pass torchrun --standalone or --rdzv-backend c10d",
             file=sys.stderr,
         )
-

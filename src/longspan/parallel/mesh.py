@@ -16,8 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from longspan.config import Layout
+from longspan.loopback import STORE
 from longspan.parallel.flight_recorder import record_collectives
-from longspan.parallel.world import STORE, World
+from longspan.parallel.world import World
 
 MESH_AXES = ("pipeline", "replicate", "shard", "tensor")
 """From the ranks that communicate least to those that communicate most, which are neighbours."""
@@ -119,7 +120,7 @@ def open_mesh(
         timeout = timedelta(seconds=timeout_s + 60)
         if file := os.environ.get(STORE):
             # Torch's TCP store would listen on all interfaces, for anyone; this is a file of ours.
-            store = dist.FileStore(file, world.size)
+            store = dist.FileStore(file, world.size)  # type: ignore[attr-defined]
             dist.init_process_group(
                 backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
             )

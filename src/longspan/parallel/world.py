@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import MutableMapping
 from dataclasses import dataclass
 
 from longspan.errors import UserError
-
-STORE = "LONGSPAN_STORE"
-"""Set by the launcher of one machine: the file through which its processes find each other."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +36,3 @@ def world_of_environment() -> World:
             )
         numbers[name] = int(text)
     return World(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"])
-
-
-def loopback_only(environment: MutableMapping[str, str]) -> None:
-    """Let the processes of one machine listen on the loopback interface only, by default.
-
-    Gloo and NCCL would choose an interface that other machines can reach.
-    """
-    loopback = "lo" if sys.platform == "linux" else "lo0"
-    for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-        environment.setdefault(name, loopback)
