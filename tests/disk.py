@@ -10,25 +10,22 @@ from pathlib import Path
 
 import pytest
 
+from longspan.faults import BALLAST, fill_disk
+
 
 class SmallDisk:
     """A mounted tmpfs of a few MiB."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._ballast = path / "ballast"
 
     def fill(self) -> None:
         """Write until there is no space left."""
-        with self._ballast.open("ab", buffering=0) as file, contextlib.suppress(OSError):
-            for size in (1 << 20, 1 << 12, 1):
-                with contextlib.suppress(OSError):
-                    while True:
-                        file.write(bytes(size))
+        fill_disk(self.path)
         assert os.statvfs(self.path).f_bavail == 0
 
     def free(self) -> None:
-        self._ballast.unlink()
+        (self.path / BALLAST).unlink()
 
     def remount(self, option: str) -> None:
         """`option`: "ro" or "rw"."""

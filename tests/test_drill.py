@@ -12,22 +12,48 @@ import pytest
 
 from longspan.cli import main
 from longspan.config import Run
-from longspan.faults import FAULT, FAULT_LOG
+from longspan.drill import Outcome, Report, _small_disk
+from longspan.faults import FAULT, FAULT_DISK, FAULT_LOG
+from tests.disk import small_disk
 
 
 def test_a_short_drill(capsys: pytest.CaptureFixture[str]) -> None:
-    """The seed kills rank 0 while it removes a checkpoint and damages the newest one."""
-    options = ["train.steps=16", "checkpoint.every=2", "--nproc", "2", "--faults", "1"]
-    code = main(["drill", *options, "--seed", "9", "--json"])
+    """The seed fills the disk, then kills rank 0 while it removes a checkpoint, and damages one."""
+    options = ["train.steps=16", "checkpoint.every=2", "--nproc", "2", "--faults", "2"]
+    code = main(["drill", *options, "--seed", "806", "--json"])
     output = capsys.readouterr()
     report = json.loads(output.out)
-    assert "fault 1 of 1: kill rank 0, pruning; flip a byte\n" in output.err
     assert report["problems"] == []
     assert report["same_bytes"]
-    (outcome,) = report["outcomes"]
-    assert outcome["fault"] == "kill rank 0, pruning; flip a byte"
-    assert (outcome["exit_code"], outcome["resumed_at"]) == (1, 6)
+    full, killed = report["outcomes"]
+    if "was filled" in report["disk"]:  # this user may mount a file system
+        assert (full["fault"], full["exit_code"]) == ("disk full on rank 1, step", None)
+    assert "fault 2 of 2: kill rank 0, pruning; flip a byte\n" in output.err
+    assert killed["fault"] == "kill rank 0, pruning; flip a byte"
+    assert killed["exit_code"] == 1
+    assert killed["resumed_at"] > 0
     assert code == 0
+
+
+def test_where_no_disk_can_be_filled_the_report_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")  # without the mount command
+    with _small_disk(tmp_path / "disk", 1 << 20) as refused:
+        assert refused == "mount: No such file or directory"
+    outcome = Outcome("disk full on rank 0, writing", 0, 1, 1, 0, None, None)
+    report = Report([outcome], [], True, [], f"only save points raised ENOSPC: {refused}")
+    assert "disk full: only save points raised ENOSPC: mount: No such" in str(report)
+
+
+def test_a_full_disk_is_a_file_system_without_space(tmp_path: Path) -> None:
+    body = "from longspan.faults import fault_point; fault_point('here'); print('goes on')"
+    with small_disk(tmp_path / "disk", "1m") as disk:
+        environment = {**os.environ, FAULT: "disk_full@here:0:1", FAULT_DISK: str(disk.path)}
+        environment[FAULT_LOG] = str(tmp_path / "log")
+        done = subprocess.run([sys.executable, "-c", body], env=environment, capture_output=True)
+        assert done.stdout == b"goes on\n"
+        assert os.statvfs(disk.path).f_bavail == 0
 
 
 @pytest.mark.parametrize("action", ["kill", "disk_full"])

@@ -4,7 +4,8 @@ The run is trained once without faults. Then it is trained again, interrupted by
 random points and resumed each time, and its last checkpoint is compared with that of the first run,
 byte by byte. In both, the loss of some steps is NaN, and neither may take those steps. The run
 injects the faults itself at exact points (`faults.py`), so a seed reproduces a drill; checkpoints
-are damaged while the run is down.
+are damaged while the run is down. Where this user may mount one, the run's disk is a small file
+system that is really filled.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from __future__ import annotations
 import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +28,7 @@ from longspan.checkpoint import CHECKPOINTS, list_checkpoints, step_of
 from longspan.checkpoint.format import remove
 from longspan.config import Run
 from longspan.errors import UserError
-from longspan.faults import FAULT, FAULT_LOG, LAUNCHER_PID, NAN_STEPS
+from longspan.faults import BALLAST, FAULT, FAULT_DISK, FAULT_LOG, LAUNCHER_PID, NAN_STEPS
 from longspan.progress import Progress
 from longspan.runfile import RUN_FILE, dump_run, load_run
 from longspan.tracking import read_metrics
@@ -36,10 +39,14 @@ BUILTIN = "drill"
 POINTS = ("step", "staging", "writing", "commit", "pruning", "evaluation", "start")
 RANK_0_POINTS = ("commit", "pruning")
 DAMAGES = ("flip a byte", "truncate a file", "remove a file", "remove the manifest")
-EXIT_CODES = {"kill": 1, "kill_launcher": -9, "terminate": 3, "hang": 1}
+EXIT_CODES = {"kill": 1, "kill_launcher": -9, "terminate": 3, "hang": 1, "disk_full": 0}
 TIMEOUT_S = 600.0
 HANG_TIMEOUT_S = 30.0
 STEPS_PER_NAN = 15
+FULL_NOTICED = r"No space left|IS NOT WRITTEN"
+"""What the console says once a full disk has had an effect."""
+SPARE_BYTES = 4 << 20
+"""Room on the small disk for all that is no checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,8 @@ class Report:
     """Steps whose loss was NaN."""
     same_bytes: bool
     problems: list[str]
+    disk: str
+    """How a full disk was injected."""
 
     @property
     def passed(self) -> bool:
@@ -107,6 +116,8 @@ class Report:
             row = f"{o.fault:<44}{code:>5}{o.at_step:>6}{o.steps_lost:>6}{ended:>10}{back:>12}"
             rows.append(row)
         rows.append(f"skipped steps with NaN loss: {', '.join(map(str, self.nan_steps))}")
+        if any("disk full" in o.fault for o in self.outcomes):
+            rows.append(f"disk full: {self.disk}")
         rows += self.problems
         result = "same bytes as" if self.same_bytes else "DIFFERENT BYTES FROM"
         after = counted(len(self.outcomes), "fault")
@@ -150,8 +161,12 @@ class _Drill:
         self._run, self._nproc, self._rng, self._progress = run, nproc, rng, progress
         self._run_file = folder / RUN_FILE
         self._run_file.write_text(dump_run(run), encoding="utf-8")
-        self._reference, self._faulty = folder / "reference", folder / "faulty"
+        self._disk = folder / "disk"
+        self._disk_refused: str | None = None
+        """Why no file system could be mounted at `_disk`."""
+        self._reference, self._faulty = folder / "reference", self._disk / "faulty"
         self._checkpoints = self._faulty / CHECKPOINTS
+        self._ballast = self._disk / BALLAST
         self._fault_log, self._console = folder / "fault", folder / "console"
         self._problems: list[str] = []
         self._resumable_step, self._spec, self._disk_full_at = 0, "", 0
@@ -162,6 +177,13 @@ class _Drill:
     def report(self, faults: int) -> Report:
         self._progress.phase(f"training {counted(self._run.train.steps, 'step')} without faults")
         self._finish(self._reference)
+        newest = list_checkpoints(self._reference / CHECKPOINTS)[-1]
+        # One checkpoint is written, one removed and one quarantined, beside those that are kept.
+        size = _size(self._reference) + 3 * _size(newest) + SPARE_BYTES
+        with _small_disk(self._disk, size) as self._disk_refused:
+            return self._report_faults(faults, size)
+
+    def _report_faults(self, faults: int, disk_bytes: int) -> Report:
         outcomes: list[Outcome] = []
         for number in range(1, faults + 1):
             fault = self._pick()
@@ -177,8 +199,14 @@ class _Drill:
             skipped = [line["step"] for line in lines if line.get("loss", 0.0) is None]
             if skipped != self._nan_steps:
                 self._problems.append(f"{folder.name}: NaN loss in steps {skipped}")
+            steps = [line["step"] for line in lines if "loss" in line]
+            if steps != list(range(1, self._run.train.steps + 1)):
+                self._problems.append(f"{folder.name}: metrics.jsonl has the steps {steps}")
         a, b = (_files(list_checkpoints(folder / CHECKPOINTS)[-1]) for folder in run_dirs)
-        return Report(outcomes, self._nan_steps, a == b, self._problems)
+        disk = f"a file system of {disk_bytes / 2**20:.0f} MiB was filled"
+        if self._disk_refused:
+            disk = f"only save points raised ENOSPC: {self._disk_refused}"
+        return Report(outcomes, self._nan_steps, a == b, self._problems, disk)
 
     def _pick(self) -> Fault:
         rng, every = self._rng, self._run.checkpoint.every
@@ -186,7 +214,10 @@ class _Drill:
         action = "kill"
         if point == "step":
             hang = ("hang",) if self._nproc > 1 else ()  # a single rank has no peer to notice it
-            action = rng.choice(("kill", "kill", "kill_launcher", "terminate", *hang))
+            actions = ("kill", "kill", "kill_launcher", "terminate", "disk_full", *hang)
+            action = rng.choice(actions)
+            if action == "disk_full" and self._disk_refused:
+                action = "kill"  # a step does not write: only a real disk can be full
         elif point in ("writing", "commit"):
             action = rng.choice(("kill", "disk_full"))
         rank = 0 if point in RANK_0_POINTS else rng.randrange(self._nproc)
@@ -197,13 +228,19 @@ class _Drill:
     def _inject(self, fault: Fault, before: list[Outcome]) -> Outcome:
         """Run until the fault has taken effect, then damage a checkpoint while the run is down."""
         self._fault_log.unlink(missing_ok=True)
-        process = self._launch(self._faulty, {FAULT: fault.spec, FAULT_LOG: str(self._fault_log)})
+        environment = {FAULT: fault.spec, FAULT_LOG: str(self._fault_log)}
+        if not self._disk_refused:
+            environment[FAULT_DISK] = str(self._disk)
+        for quarantined in self._checkpoints.glob("bad-*"):
+            shutil.rmtree(quarantined)
+        process = self._launch(self._faulty, environment)
         self._watch(process, before)
         code: int | None = process.poll()
         if code is None:  # the run survives a full disk
             process.kill()
             process.wait()
         _wait_until(lambda: not _has_ranks(process.pid))
+        self._ballast.unlink(missing_ok=True)
         ended, at = time.time(), self._last_step()
         began = float(self._fault_log.read_text()) if self._fault_log.exists() else None
         expected = EXIT_CODES.get(fault.action)
@@ -214,7 +251,9 @@ class _Drill:
         self._resumable_step = self._damage_newest(fault.damage)
         lost = max(0, at - self._resumable_step) if code != 0 else 0
         # An asynchronous save may have been in progress, and a damaged checkpoint does not count.
-        if lost > self._run.checkpoint.every * (2 if fault.damage is None else 3):
+        # While the disk is full, nothing can be saved.
+        allowed = self._run.checkpoint.every * (2 if fault.damage is None else 3)
+        if lost > allowed and fault.action != "disk_full":
             self._problems.append(f"{fault}: {counted(lost, 'step')} lost")
         took = None if began is None or code is None else ended - began
         return Outcome(str(fault), code, at, None, lost, took, None)
@@ -226,6 +265,8 @@ class _Drill:
             if recovered is None and self._has_new_step():
                 recovered = time.monotonic() - start
             self._progress.detail(f"step {self._last_step(self._launched)}")
+            if self._ballast.exists() and re.search(FULL_NOTICED, self._console_text()):
+                self._ballast.unlink()
             if self._survived():
                 break
             if time.monotonic() - start > TIMEOUT_S:
@@ -240,10 +281,11 @@ class _Drill:
             before[-1] = replace(before[-1], resumed_at=resumed, recovered_s=recovered)
 
     def _survived(self) -> bool:
-        """Whether the run has made a further step after the disk was full."""
+        """Whether the run has recorded two further steps after the disk was full."""
         is_full = self._fault_log.exists() and self._spec.startswith("disk_full")
         self._disk_full_at = self._disk_full_at or (self._last_step() if is_full else 0)
-        return is_full and self._last_step() > self._disk_full_at + 1
+        is_free = not self._ballast.exists()
+        return is_full and is_free and self._last_step() > self._disk_full_at + 1
 
     def _has_new_step(self) -> bool:
         """Whether a step follows the one the run resumed at, whose later metrics were dropped."""
@@ -252,9 +294,11 @@ class _Drill:
 
     def _resumed_at(self) -> int | None:
         """Return the step at which the latest launch resumed; None if it has not started yet."""
-        text = self._console.read_text(errors="replace") if self._console.exists() else ""
-        found = re.findall(r"resuming at step (\d+)|new run", text)
+        found = re.findall(r"resuming at step (\d+)|new run", self._console_text())
         return int(found[-1] or 0) if found else None
+
+    def _console_text(self) -> str:
+        return self._console.read_text(errors="replace") if self._console.exists() else ""
 
     def _damage_newest(self, damage: str | None) -> int:
         """Damage the newest of several checkpoints; return the step of the newest intact one."""
@@ -296,6 +340,28 @@ class _Drill:
     def _last_step(self, run_dir: Path | None = None) -> int:
         lines = read_metrics((run_dir or self._faulty) / "metrics.jsonl")
         return max((line["step"] for line in lines), default=0)
+
+
+@contextmanager
+def _small_disk(path: Path, size: int) -> Iterator[str | None]:
+    """Mount a file system of `size` bytes at `path`, a new folder; yield why that is refused."""
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size},mode=700", "tmpfs", str(path)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        refused = (done.stderr.strip() or "mount failed") if done.returncode else None
+    except OSError as error:
+        refused = f"mount: {error.strerror}"
+    try:
+        yield refused
+    finally:
+        if not refused:
+            subprocess.run(["umount", "--lazy", str(path)], check=False)
+
+
+def _size(folder: Path) -> int:
+    """Bytes of the files in a folder, in whole pages."""
+    return sum(-(-file.stat().st_size // 4096) * 4096 for file in folder.rglob("*"))
 
 
 def _wait_until(condition: Callable[[], bool]) -> None:

@@ -6,7 +6,8 @@ LONGSPAN_FAULT=ACTION@POINT:RANK:N injects a fault the N-th time that a rank rea
 - kill_launcher: the process that started all ranks gets SIGKILL
 - terminate: that process gets SIGTERM, as from a scheduler
 - hang: the process gets SIGSTOP
-- disk_full: the disk is full, at this visit of the point and the next
+- disk_full: the small file system at LONGSPAN_FAULT_DISK is filled with a file "ballast", until
+  that is removed; without LONGSPAN_FAULT_DISK this visit of the point and the next raise ENOSPC
 - oom: an allocation fails
 - slow: the process sleeps for half a second, at this and every later visit
 
@@ -22,9 +23,11 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 FAULT, FAULT_LOG = "LONGSPAN_FAULT", "LONGSPAN_FAULT_LOG"
+FAULT_DISK, BALLAST = "LONGSPAN_FAULT_DISK", "ballast"
 NAN_STEPS = "LONGSPAN_NAN_STEPS"
 LAUNCHER_PID = "LONGSPAN_LAUNCHER_PID"
 """Set by the launcher in the environment of the processes it starts."""
@@ -77,9 +80,20 @@ def _inject(action: str) -> None:
             os.kill(launcher, signal.SIGKILL)
         case "terminate":
             os.kill(launcher, signal.SIGTERM)
+        case "disk_full" if FAULT_DISK in os.environ:
+            fill_disk(Path(os.environ[FAULT_DISK]))
         case "disk_full":
             raise OSError(28, "No space left on device (injected)")
         case "oom":
             raise MemoryError("Tried to allocate 1 GiB (injected)")
         case "slow":
             time.sleep(0.5)
+
+
+def fill_disk(folder: Path) -> None:
+    """Write a file until its file system has no space left."""
+    with (folder / BALLAST).open("ab", buffering=0) as file:
+        for size in (1 << 20, 1 << 12, 1):
+            with suppress(OSError):
+                while True:
+                    file.write(bytes(size))
