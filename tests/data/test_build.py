@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import shutil
+import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from longspan.cli import main
 from longspan.data.build import build
 from longspan.data.shards import ShardFile, read_index
-from longspan.data.tokenizer import JsonTokenizer
+from longspan.data.tokenizer import JsonTokenizer, load_tokenizer
 from longspan.data.verification import inspect_folder
 from longspan.errors import UserError
 
@@ -267,8 +272,248 @@ def test_an_existing_folder_is_not_overwritten(folder: Path) -> None:
 def test_progress_counts_documents_and_tokens(tmp_path: Path) -> None:
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(f"text of {name}")
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[int, int, float]] = []
     inputs = [tmp_path / "a.txt", tmp_path / "b.txt"]
     build(inputs, tmp_path / "out", validation=0, on_document=lambda *now: seen.append(now))
     length = len("text of a.txt") + 1  # and the end of the document
-    assert seen == [(1, length), (2, 2 * length)]
+    assert seen == [(1, length, 0.5), (2, 2 * length, 1.0)]
+
+
+def notes_of(inputs: list[Path], out: Path, **options: Any) -> list[str]:
+    notes: list[str] = []
+    build(inputs, out, on_note=notes.append, **options)
+    return notes
+
+
+def test_links_out_and_special_files_are_skipped_aloud(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    (folder / "deep").mkdir(parents=True)
+    (tmp_path / "secret.txt").write_text("not yours")
+    (tmp_path / "outside").mkdir()
+    (folder / "mine.txt").write_text("mine")
+    (folder / "z-inside.txt").symlink_to("mine.txt")
+    (folder / "deep" / "out.txt").symlink_to(tmp_path / "secret.txt")
+    (folder / "folder").symlink_to(tmp_path / "outside")
+    (folder / "zero.txt").symlink_to("/dev/zero")
+    (folder / "circle").symlink_to("circle")
+    (folder / "image.png").write_bytes(b"\x89PNG\0\0")
+    os.mkfifo(folder / "fifo.txt")
+    notes = notes_of([folder], tmp_path / "out", validation=0.0)
+    assert documents(tmp_path / "out", "train") == [b"mine\0", b"mine\0"]
+    said = "\n".join(notes)
+    assert f"skipped 1 file (links to folders), such as {folder / 'folder'}" in notes
+    assert "skipped 3 files (links out of the input folder)" in said
+    assert f"broken link), such as {folder / 'fifo.txt'}" in said
+    assert f"NUL bytes), such as {folder / 'image.png'}" in said
+
+
+@pytest.mark.parametrize("name", ["fifo", "zero"])
+def test_an_input_that_is_not_a_file_is_refused_at_once(tmp_path: Path, name: str) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    with pytest.raises(UserError, match=f"{name} is neither a regular file nor a folder"):
+        build([tmp_path / name], tmp_path / "out")
+
+
+def test_a_binary_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(b"text\0text")
+    with pytest.raises(UserError, match=r"in\.txt is not text"):
+        build([tmp_path / "in.txt"], tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("a.parquet", "parquet files are not supported: convert it to JSON Lines first"),
+        ("a.jsonl.gz", "gz files are not supported: decompress it first"),
+        ("a.ZST", "zst files are not supported"),
+    ],
+)
+def test_formats_that_are_not_supported_are_named(tmp_path: Path, name: str, words: str) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / name).write_bytes(b"PAR1\0\0")
+    (tmp_path / "in" / "README.md").write_text("what the data is")
+    for path in (tmp_path / "in" / name, tmp_path / "in"):
+        with pytest.raises(UserError, match=words):
+            build([path], tmp_path / "out")
+    build([tmp_path / "in"], tmp_path / "out", exclude=[f"*{Path(name).suffix}"])
+
+
+def test_json_lines_are_recognized_in_json_files(tmp_path: Path) -> None:
+    files = {
+        "lines": '{"text": "one"}\n{"text": "two"}\n',
+        "one": '{"text": "three"}\n',
+        "settings": '{"width": 3}',
+        "pretty": '{\n "text": "x"\n}',
+    }
+    for name, content in files.items():
+        (tmp_path / f"{name}.json").write_text(content)
+    inputs = [tmp_path / f"{name}.json" for name in files]
+    build(inputs, tmp_path / "out", validation=0)
+    whole = [content.encode() + b"\0" for content in list(files.values())[2:]]
+    assert documents(tmp_path / "out", "train") == [b"one\0", b"two\0", b"three\0", *whole]
+    (tmp_path / "body.json").write_text('{"body": "one"}\n{"body": "two"}\n')
+    with pytest.raises(UserError, match="got fields body: set --field"):
+        build([tmp_path / "body.json"], tmp_path / "other")
+
+
+def test_include_and_exclude_select_files_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "in" / "build" / "x").mkdir(parents=True)
+    for name in ("a.py", "b.md", "build/c.py", "build/x/d.py"):
+        (tmp_path / "in" / name).write_text(name)
+    expected = {
+        "one": (["*.py"], [], [b"a.py\0", b"build/c.py\0", b"build/x/d.py\0"]),
+        "two": (["*.py"], ["build/*"], [b"a.py\0"]),
+        "three": ([], ["*.py"], [b"b.md\0"]),
+        "four": (["*.md", "build/x/*"], [], [b"b.md\0", b"build/x/d.py\0"]),
+    }
+    for name, (include, exclude, texts) in expected.items():
+        out = tmp_path / name
+        build([tmp_path / "in"], out, validation=0, include=include, exclude=exclude)
+        assert documents(out, "train") == texts
+
+
+def test_at_least_one_document_is_for_validation(tmp_path: Path) -> None:
+    texts = ["first", "second", "second", "third"]
+    (tmp_path / "in.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    hashes = {text: hashlib.sha256(text.encode()).hexdigest() for text in texts}
+    lowest = min(texts, key=lambda text: hashes[text])
+    assert notes_of([tmp_path / "in.jsonl"], tmp_path / "out", validation=1e-12) == []
+    expected = [text.encode() + b"\0" for text in texts]
+    chosen = lowest.encode() + b"\0"
+    assert documents(tmp_path / "out", "validation") == [x for x in expected if x == chosen]
+    assert documents(tmp_path / "out", "train") == [x for x in expected if x != chosen]
+    (tmp_path / "one.txt").write_text("all in one")
+    (note,) = notes_of([tmp_path / "one.txt"], tmp_path / "single")
+    assert "validation split is empty" in note
+    assert documents(tmp_path / "single", "train") == [b"all in one\0"]
+
+
+def test_a_dataset_with_only_a_train_split_gets_a_validation_split(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    plain = datasets.Dataset.from_dict({"text": ["a", "b", "c"]})
+    datasets.DatasetDict(train=plain).save_to_disk(str(tmp_path / "in"))
+    build([tmp_path / "in"], tmp_path / "out")
+    assert len(documents(tmp_path / "out", "validation")) == 1
+    assert len(documents(tmp_path / "out", "train")) == 2
+
+
+def test_long_documents_are_built_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longspan.data.build.PIECE", 1 << 14)
+    line = "äöü words, words " * 1000 + "\n"
+    with (tmp_path / "in.txt").open("w") as file:
+        file.writelines([line] * 400)
+    size = (tmp_path / "in.txt").stat().st_size
+    assert size > 8_000_000
+    tracemalloc.start()
+    build([tmp_path / "in.txt"], tmp_path / "out")
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2_000_000
+    assert documents(tmp_path / "out", "train") == [(line * 400).encode() + b"\0"]
+    for text in ("x" * 100_000, line * 3, " " * 50_000 + "\n", "a\n\nb" * 9000, ""):
+        (tmp_path / "in.jsonl").write_text(json.dumps({"text": text + "."}))
+        shutil.rmtree(tmp_path / "out")
+        build([tmp_path / "in.jsonl"], tmp_path / "out")
+        assert documents(tmp_path / "out", "train") == [(text + ".").encode() + b"\0"]
+
+
+def test_a_line_beyond_the_limit_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longspan.data.build.MAX_LINE_BYTES", 1000)
+    for length, is_refused in ((900, False), (1100, True)):
+        (tmp_path / "in.jsonl").write_text(json.dumps({"text": "x" * length}) + "\n")
+        if not is_refused:
+            build([tmp_path / "in.jsonl"], tmp_path / "out")
+            continue
+        with pytest.raises(UserError, match="line 1 has more than 1,000 bytes: split the document"):
+            build([tmp_path / "in.jsonl"], tmp_path / "other")
+
+
+def word_tokenizer(folder: Path, words: list[str], config: object = None) -> Path:
+    """Write a folder of Hugging Face with a tokenizer that knows these words."""
+    tokenizers = pytest.importorskip("tokenizers")
+    folder.mkdir(parents=True)
+    ids = {word: n for n, word in enumerate(words)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(ids, unk_token=words[0]))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.save(str(folder / "tokenizer.json"))
+    if config is not None:
+        (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+def test_a_tokenizer_folder_and_its_end_of_text_token(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_text("a b")
+    words = ["a", "b", "stop", "halt"]
+    named = word_tokenizer(tmp_path / "named", words, {"eos_token": {"content": "halt"}})
+    plain = word_tokenizer(tmp_path / "plain", words)
+
+    def tokens(name: str, **options: Any) -> list[int]:
+        out = tmp_path / name
+        index = build([tmp_path / "in.txt"], out, validation=0, **options)
+        (shard,) = index.shards
+        return list(ShardFile(out, index, shard)[:])
+
+    assert tokens("one", tokenizer=named) == [0, 1, 3]
+    assert tokens("two", tokenizer=named, eos="stop") == [0, 1, 2]
+    assert tokens("three", tokenizer=plain / "tokenizer.json", eos="stop") == [0, 1, 2]
+    # The folder, and with it the run and its export, remember the token.
+    assert load_tokenizer(tmp_path / "two").eos_token == "stop"
+    assert read_index(tmp_path / "two").tokenizer == "named"
+    notes = notes_of([tmp_path / "in.txt"], tmp_path / "four", validation=0, tokenizer=plain)
+    assert any("has no end-of-text token" in note and "--eos" in note for note in notes)
+    with pytest.raises(UserError, match="--eos names the end-of-text token 'x', which"):
+        tokens("five", tokenizer=plain, eos="x")
+    with pytest.raises(UserError, match="--eos names a token of --tokenizer"):
+        tokens("five", eos="x")
+
+
+def test_a_tokenizer_with_an_impossible_id_is_refused(tmp_path: Path) -> None:
+    folder = word_tokenizer(tmp_path / "t", ["a", "b"])
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["b"] = 2**32 - 1
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    (tmp_path / "in.txt").write_text("a b")
+    with pytest.raises(UserError, match="has a token of id 4294967295"):
+        build([tmp_path / "in.txt"], tmp_path / "out", tokenizer=folder)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_at_build(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = word_tokenizer(tmp_path / "t", ["a", "b"])
+    monkeypatch.setattr(JsonTokenizer, "encode", lambda self, text: [0, 2])
+    (tmp_path / "in.txt").write_text("a b")
+    with pytest.raises(UserError, match="gives token 2, but its vocabulary size is 2"):
+        build([tmp_path / "in.txt"], tmp_path / "out", tokenizer=folder)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "zero", "nothing"])
+def test_a_tokenizer_that_is_not_a_file_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "tokenizer.json"
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "zero":
+        path.symlink_to("/dev/zero")
+    (tmp_path / "in.txt").write_text("a b")
+    with pytest.raises(UserError, match=r"cannot read .*tokenizer\.json: it"):
+        build([tmp_path / "in.txt"], tmp_path / "out", tokenizer=path)
+
+
+def test_data_build_says_what_it_skips_and_takes_options(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name in ("a.txt", "b[x].bin", "c.log"):
+        (tmp_path / "in" / name).write_text(f"{name}\0" if "bin" in name else name)
+    out = str(tmp_path / "out")
+    assert main(["data", "build", str(tmp_path / "in"), "-o", out, "--exclude", "*.log"]) == 0
+    printed = capsys.readouterr()
+    assert "longspan: skipped 1 file (not text: NUL bytes), such as" in printed.err
+    assert "b[x].bin" in printed.err
+    assert "the validation split is empty" in printed.err
+    assert "6 tokens" in printed.out

@@ -326,8 +326,21 @@ def _add_inputs(commands: Commands) -> None:
         "--tokenizer",
         type=Path,
         metavar="FILE",
-        help="a tokenizer.json of Hugging Face (default: a token per byte)",
+        help="a tokenizer.json of Hugging Face, or a folder with one (default: a token per byte)",
     )
+    build.add_argument(
+        "--eos",
+        metavar="TOKEN",
+        help="end-of-text token of the tokenizer, as in '</s>' (default: found by its usual names)",
+    )
+    for option, verb in (("--include", "use only"), ("--exclude", "skip")):
+        build.add_argument(
+            option,
+            action="append",
+            default=[],
+            metavar="GLOB",
+            help=f"{verb} files of folders whose name matches, or with a slash their path",
+        )
     build.add_argument(
         "--field", default="text", metavar="NAME", help="text field in JSONL and datasets"
     )

@@ -257,19 +257,34 @@ def sketch(args: argparse.Namespace) -> None:
 def data_build(args: argparse.Namespace) -> None:
     from longspan.data.build import build
 
+    started = shown = time.monotonic()
     with waiting("tokenizing") as status:
 
-        def show(documents: int, tokens: int) -> None:
-            if documents % 64 == 0:
-                status.update(f"tokenizing: {documents:,} documents, {tokens:,} tokens")
+        def show(documents: int, tokens: int, fraction: float) -> None:
+            nonlocal shown
+            now = time.monotonic()
+            if now < shown + (0.1 if status.console.is_terminal else 30):
+                return
+            shown = now
+            text = f"tokenizing: {documents:,} documents, {tokens:,} tokens"
+            if fraction:
+                text += f", {fraction:.0%}, {(now - started) * (1 / fraction - 1):,.0f} s left"
+            if status.console.is_terminal:
+                status.update(text)
+            else:
+                print(text, file=sys.stderr)
 
         build(
             args.inputs,
             args.out,
             tokenizer=args.tokenizer,
+            eos=args.eos,
             field_name=args.field,
             validation=args.validation,
+            include=args.include,
+            exclude=args.exclude,
             on_document=show,
+            on_note=lambda text: status.console.print(f"longspan: {text}", markup=False),
         )
     args.folder = args.out
     data_info(args)
