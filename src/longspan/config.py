@@ -367,6 +367,9 @@ class Checkpoint(Section):
     async_save: bool = True
     """Writes checkpoints in the background; training waits only while tensors are copied to CPU
     memory."""
+    key_file: str = ""
+    """Path of a file with a secret key of at least 32 bytes, which signs checkpoints (HMAC-SHA256);
+    those that are not signed with it are refused."""
 
 
 class Track(Section):

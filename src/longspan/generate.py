@@ -14,9 +14,16 @@ from longspan.trained import load_trained
 
 
 def complete_from_run(
-    run_dir: Path, prompt: str, *, count: int, temperature: float, top_p: float, seed: int
+    run_dir: Path,
+    prompt: str,
+    *,
+    count: int,
+    temperature: float,
+    top_p: float,
+    seed: int,
+    key_file: str = "",
 ) -> Iterator[Piece]:
-    """Run `complete` with the newest checkpoint of a run folder."""
+    """Run `complete` with the newest checkpoint of a run folder; `key_file` as in load_trained."""
     if count < 0 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise UserError(
             "expected --tokens >= 0, --temperature >= 0 and --top-p in (0, 1], got "
@@ -24,7 +31,7 @@ def complete_from_run(
         )
     if not 0 <= seed < 1 << 63:
         raise UserError(f"expected 0 <= --seed < 2^63, got {seed}")
-    run, model, _ = load_trained(run_dir)
+    run, model, _ = load_trained(run_dir, key_file)
     if run.data.source == "recall":
         raise UserError(
             f"{run_dir} was trained with data.source = {run.data.source!r}, not on text"

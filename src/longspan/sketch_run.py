@@ -16,7 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from longspan.checkpoint import CHECKPOINTS, TensorShard, latest, open_checkpoint, save
+from longspan.checkpoint import (
+    CHECKPOINTS,
+    TensorShard,
+    latest,
+    open_checkpoint,
+    read_key,
+    save,
+)
 from longspan.checkpoint.format import MANIFEST
 from longspan.config import Run, Sketch
 from longspan.costs import linear_sizes
@@ -32,7 +39,7 @@ from longspan.sketching.search import RankSearch, SearchResult
 from longspan.trained import load_trained
 from longspan.training.evaluation import loss_sum
 from longspan.training.folder import open_run_folder
-from longspan.training.state import SavedState, resume_key, rng_states
+from longspan.training.state import SavedState, read_saved_state, resume_key, rng_states
 
 
 @dataclass(frozen=True)
@@ -61,8 +68,8 @@ class TrainedRun:
         return [(batch.tokens, batch.targets) for batch in batches]
 
 
-def open_trained(run_dir: Path) -> TrainedRun:
-    run, model, step = load_trained(run_dir)
+def open_trained(run_dir: Path, key_file: str = "") -> TrainedRun:
+    run, model, step = load_trained(run_dir, key_file)
     if run.model.linear != "dense":
         raise UserError(
             f'{run_dir} already has model.linear = "{run.model.linear}": convert a run with '
@@ -205,14 +212,15 @@ def _write(trained: TrainedRun, out: Path, linear: str, terms: int) -> None:
     run = parse_run(run.model_dump(mode="json", exclude_none=True), world=None)  # validate it
     newest = latest(trained.run_dir / CHECKPOINTS)
     assert newest is not None
-    old = SavedState.model_validate(open_checkpoint(newest).state)
+    old = read_saved_state(open_checkpoint(newest))
     open_run_folder(run, out, torch.device("cpu"), source)
     weights = {f"model/{name}": p.detach().cpu() for name, p in model.named_parameters()}
     weights |= {f"rng/{name}": x for name, x in rng_states().items()}
     shards = {name: TensorShard.full(x) for name, x in weights.items()}
     key = resume_key(run, source)
     state = SavedState(samples=old.samples, skips=old.skips, scaler={}, resume_key=key)
-    save(out / CHECKPOINTS, 0, shards, state.model_dump(mode="json"))
+    signing_key = read_key(run.checkpoint.key_file)
+    save(out / CHECKPOINTS, 0, shards, state.model_dump(mode="json"), signing_key)
 
 
 def _ranks(model: Decoder, run: Run) -> dict[str, int]:

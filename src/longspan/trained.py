@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from longspan.checkpoint import CHECKPOINTS, check_shapes, latest, open_checkpoint
+from longspan.checkpoint import CHECKPOINTS, check_shapes, latest, open_checkpoint, read_key
 from longspan.config import Run
 from longspan.device import choose_device, resolve
 from longspan.errors import UserError
@@ -14,8 +14,11 @@ from longspan.models import Decoder, build_decoder, parameter_shapes
 from longspan.runfile import ONE_PROCESS, load_run, saved_run_file
 
 
-def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
-    """Load the run file and the model of the newest checkpoint, and return them with its step."""
+def load_trained(run_dir: Path, key_file: str = "") -> tuple[Run, Decoder, int]:
+    """Load the run file and the model of the newest checkpoint, and return them with its step.
+
+    The checkpoint must be signed with the key in `key_file`, or else in the run's.
+    """
     overrides = ["train.device=auto", "train.precision=auto", *ONE_PROCESS]
     run = load_run(saved_run_file(run_dir), overrides)
     device = choose_device(run)
@@ -23,7 +26,7 @@ def load_trained(run_dir: Path) -> tuple[Run, Decoder, int]:
     path = latest(run_dir / CHECKPOINTS)
     if path is None:
         raise UserError(f"{run_dir} has no checkpoint")
-    saved = open_checkpoint(path)
+    saved = open_checkpoint(path, read_key(key_file or run.checkpoint.key_file))
     saved.check(saved.files_of("model"))
     model = build_decoder(run, device)
     check_shapes(parameter_shapes(model), saved)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import random
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from longspan import checkpoint
 from longspan.checkpoint import PendingCheckpoint, Region, TensorShard, writing
 from longspan.checkpoint.format import Manifest, read_manifest
-from longspan.errors import UserError
+from longspan.errors import Damaged, UserError
 
 TENSORS = {
     "model/a": torch.arange(6.0).reshape(2, 3),
@@ -153,6 +156,22 @@ def tamper(manifest: dict[str, Any], kind: str) -> None:
             shard["shape"] = [1, 3]
         case "overlap":
             a["shards"] = [{**shard, "shape": [1, 3]}] * 2
+        case "group":
+            manifest["tensors"]["rng/cpu"]["shards"][0]["file"] = shard["file"]
+        case "unused":
+            manifest["files"]["model-00001.safetensors"] = "0" * 64
+        case "name":
+            manifest["tensors"]["model/a\x1b[2J"] = manifest["tensors"].pop("model/a")
+        case "no group":
+            manifest["tensors"]["a"] = manifest["tensors"].pop("model/a")
+        case "dtype":
+            a["dtype"] = "F31"
+        case "twice":
+            a["shards"] = [{**shard, "start": [i, 0], "shape": [1, 3]} for i in range(2)]
+        case "dims":
+            a["shape"] = [1] * 1000
+        case "huge":
+            a["shape"] = [1 << 61]
         case "too fine":
             a["shape"] = [64] * 12
             a["shards"] = [{**shard, "start": [i] * 12, "shape": [1] * 12} for i in range(64)]
@@ -169,6 +188,14 @@ def tamper(manifest: dict[str, Any], kind: str) -> None:
         ("too little", "the shards do not add up to the shape"),
         ("overlap", "shards overlap"),
         ("too fine", "the shards do not add up"),
+        ("group", r"rng/cpu has a shard in model-00000\.safetensors, of another group"),
+        ("unused", r"model-00001\.safetensors is listed, but holds no tensor"),
+        ("name", "String should match pattern"),
+        ("no group", "String should match pattern"),
+        ("dtype", 'the dtype "F31" is unknown'),
+        ("twice", "two shards are in the same file"),
+        ("dims", "at most 12 items"),
+        ("huge", "less than or equal to"),
     ],
 )
 def test_a_manifest_that_was_tampered_with_is_rejected(
@@ -213,3 +240,63 @@ def test_commit_fails_until_every_rank_has_written(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         pending.commit({}, 2)
     assert checkpoint.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("kind", ["large", "brackets", "nested", "twice"])
+def test_a_manifest_is_bounded_before_it_is_parsed(tmp_path: Path, kind: str) -> None:
+    """A gigabyte took ten times its size in memory; a sparse file stands for it."""
+    path = saved(tmp_path)
+    file = path / "manifest.json"
+    text = file.read_text()
+    match kind:
+        case "large":
+            with file.open("r+b") as opened:
+                opened.truncate(1 << 40)
+        case "brackets":
+            file.write_text("[" * (8 << 20))
+        case "nested":
+            file.write_text(
+                text.replace('"state": {}', '"state": {"a":' + "[" * 99 + "]" * 99 + "}")
+            )
+        case _:
+            file.write_text(text.replace('"step"', '"step": 1,\n "step"'))
+    tracemalloc.start()
+    with pytest.raises(Damaged, match=r"manifest\.json has more than|not valid JSON"):
+        checkpoint.open_checkpoint(path)
+    assert tracemalloc.get_traced_memory()[1] < 100 << 20
+    tracemalloc.stop()
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "model-00000.safetensors"])
+@pytest.mark.parametrize("kind", ["FIFO", "device", "link"])
+def test_only_regular_files_of_the_folder_are_read(tmp_path: Path, name: str, kind: str) -> None:
+    path = saved(tmp_path / "run")
+    file = path / name
+    file.rename(tmp_path / "elsewhere")
+    if kind == "FIFO":
+        os.mkfifo(file)
+    else:
+        file.symlink_to("/dev/zero" if kind == "device" else tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=r"cannot use the checkpoint .*(regular|outside)"):
+        checkpoint.open_checkpoint(path).check()
+
+
+def test_a_file_that_is_longer_than_its_tensors_is_not_hashed(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    with (path / "model-00000.safetensors").open("r+b") as file:
+        file.truncate(1 << 42)  # hours of hashing
+    with pytest.raises(Damaged, match="it has 4,398,046,511,104 bytes"):
+        checkpoint.open_checkpoint(path).check()
+
+
+def test_a_tensor_that_the_manifest_does_not_list_is_refused(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    file = path / "model-00000.safetensors"
+    save_file({name: x for name, x in TENSORS.items() if name.startswith("model/")} | {
+        "model/c": torch.zeros(0)
+    }, file)  # fmt: skip
+    body = read_manifest(path).model_dump(mode="json")
+    body["files"][file.name] = hashlib.sha256(file.read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(Manifest.model_validate_json(json.dumps(body)).to_text())
+    with pytest.raises(UserError, match="its tensors are not those of the manifest"):
+        checkpoint.load(path, "model")

@@ -346,7 +346,7 @@ def rank_that_cannot_read(rank: int, world: int, run_dir: str, kind: str) -> str
     from longspan.checkpoint import reading
     from longspan.training import state
 
-    def fail(path: Path) -> str:
+    def fail(path: Path, within: Path) -> str:
         raise OSError(5, "Input/output error")
 
     def fail_to_move(path: Path) -> Path:

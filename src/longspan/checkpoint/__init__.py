@@ -10,7 +10,8 @@ from longspan.checkpoint.format import (
     quarantine,
     step_of,
 )
-from longspan.checkpoint.reading import Checkpoint, check_shapes, load, open_checkpoint
+from longspan.checkpoint.reading import FLOATS, Checkpoint, check_shapes, load, open_checkpoint
+from longspan.checkpoint.signing import read_key
 from longspan.checkpoint.writing import (
     PendingCheckpoint,
     TensorShard,
@@ -21,6 +22,7 @@ from longspan.checkpoint.writing import (
 
 __all__ = [
     "CHECKPOINTS",
+    "FLOATS",
     "Checkpoint",
     "PendingCheckpoint",
     "Region",
@@ -33,6 +35,7 @@ __all__ = [
     "open_checkpoint",
     "prune",
     "quarantine",
+    "read_key",
     "remove_leftovers",
     "save",
     "save_file",

@@ -3,6 +3,7 @@
     checkpoints/step-00000020/
       manifest.json                  step, state, shape and shards of every tensor, and the SHA-256
                                      of every file and of the manifest itself
+      manifest.hmac                  its signature, with checkpoint.key_file
       model-00000.safetensors        rank 0's shards of the model's tensors
       model-00001.safetensors        rank 1's shards
       optimizer-00000.safetensors    …
@@ -18,8 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,8 +30,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from longspan.checkpoint.signing import check_signature
 from longspan.errors import Damaged, UserError, first_problem
 from longspan.faults import fault_point
+from longspan.files import open_regular, parse_json_object
+from longspan.wording import shown
 
 MANIFEST = "manifest.json"
 CHECKPOINTS = "checkpoints"
@@ -38,7 +44,19 @@ FORMAT: Literal["longspan-checkpoint-3"] = "longspan-checkpoint-3"
 MAX_CELLS = 1 << 20
 """Ranks split a tensor along one or two dimensions, so even thousands of ranks make few cells."""
 
-Size = Annotated[int, Field(ge=0)]
+MANIFEST_BYTES, MANIFEST_BYTES_PER_FILE, MAX_MANIFEST_BYTES = 4 << 20, 1 << 20, 1 << 30
+"""Limits for a manifest: one of 2,000 tensors has about half a megabyte for each file."""
+ITEM_SIZES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2"), 1),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 2),
+    **dict.fromkeys(("I32", "U32", "F32"), 4),
+    **dict.fromkeys(("I64", "U64", "F64"), 8),
+}
+"""Bytes of an element, by safetensors' names of dtypes."""
+
+Size = Annotated[int, Field(ge=0, le=1 << 60)]
+Sizes = Annotated[tuple[Size, ...], Field(max_length=12)]
+TensorName = Annotated[str, Field(pattern=r"^[a-z]+/[A-Za-z0-9_.]{1,500}$")]
 FileName = Annotated[str, Field(pattern=r"^[a-z]+-[0-9]{5}(-[0-9])?\.safetensors$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -50,8 +68,8 @@ class _Strict(BaseModel):
 class Region(_Strict):
     """A rectangular region of a tensor: its start and its extent in every dimension."""
 
-    start: tuple[Size, ...]
-    shape: tuple[Size, ...]
+    start: Sizes
+    shape: Sizes
 
     @property
     def stop(self) -> tuple[int, ...]:
@@ -109,11 +127,13 @@ class TensorEntry(_Strict):
     """A tensor: its dtype as safetensors names it, its global shape and its shards."""
 
     dtype: str
-    shape: tuple[Size, ...]
+    shape: Sizes
     shards: Annotated[tuple[StoredShard, ...], Field(max_length=1 << 16)]
 
     @model_validator(mode="after")
     def _shards_partition_the_shape(self) -> TensorEntry:
+        if self.dtype not in ITEM_SIZES:
+            raise ValueError(f"the dtype {shown(self.dtype)} is unknown")
         full = Region.full(self.shape)
         for shard in self.shards:
             if len(shard.start) != len(self.shape) or len(shard.shape) != len(self.shape):
@@ -125,6 +145,8 @@ class TensorEntry(_Strict):
             raise ValueError(f"the shards do not add up to the shape {self.shape}")
         if _overlap([shard for shard in self.shards if prod(shard.shape)], len(self.shape)):
             raise ValueError("shards overlap")
+        if len({shard.file for shard in self.shards}) != len(self.shards):
+            raise ValueError("two shards are in the same file, which holds one of each name")
         return self
 
 
@@ -150,14 +172,34 @@ class Manifest(_Strict):
     step: Size
     state: dict[str, Any]
     files: dict[FileName, Digest]
-    tensors: dict[str, TensorEntry]
+    tensors: dict[TensorName, TensorEntry]
 
     @model_validator(mode="after")
     def _lists_every_file(self) -> Manifest:
+        used = set()
         for name, entry in self.tensors.items():
-            if any(shard.file not in self.files for shard in entry.shards):
-                raise ValueError(f"{name} has a shard in a file that is not listed")
+            group = name.partition("/")[0]
+            for shard in entry.shards:
+                if shard.file not in self.files:
+                    raise ValueError(f"{name} has a shard in a file that is not listed")
+                if shard.file.partition("-")[0] != group:  # the files of a group are checked
+                    raise ValueError(f"{name} has a shard in {shard.file}, of another group")
+                used.add(shard.file)
+        if unused := self.files.keys() - used:
+            raise ValueError(f"{min(unused)} is listed, but holds no tensor")
         return self
+
+    def sizes_of(self, file: str) -> dict[str, int]:
+        """The bytes of each tensor's shard in a file, by the tensor's name."""
+        return self._sizes[file]
+
+    @cached_property
+    def _sizes(self) -> dict[str, dict[str, int]]:
+        sizes: dict[str, dict[str, int]] = {file: {} for file in self.files}
+        for name, entry in self.tensors.items():
+            for shard in entry.shards:
+                sizes[shard.file][name] = prod(shard.shape) * ITEM_SIZES[entry.dtype]
+        return sizes
 
     def to_text(self) -> str:
         """Serialize to JSON that includes its own SHA-256."""
@@ -168,12 +210,7 @@ class Manifest(_Strict):
     @staticmethod
     def from_text(text: str) -> Manifest:
         """Reverse `to_text`; raise ValueError if a byte of the text has changed."""
-        try:
-            body = json.loads(text)
-        except RecursionError as error:
-            raise ValueError("not a manifest") from error
-        if not isinstance(body, dict):
-            raise ValueError(f"expected an object, got {type(body).__name__}")
+        body = parse_json_object(text.encode("utf-8"))
         other = re.fullmatch(r"longspan-checkpoint-[0-9]+", str(body.get("format")))
         if other and body["format"] != FORMAT:
             raise UserError(f"its format is {other[0]}, but this version reads {FORMAT}")
@@ -190,14 +227,24 @@ def _canonical(body: dict[str, Any]) -> bytes:
     return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
 
 
-def read_manifest(path: Path) -> Manifest:
-    """Read the manifest of the checkpoint in the folder `path`.
+def max_manifest_bytes(files: int) -> int:
+    """The bytes that the manifest of a checkpoint of so many files may have."""
+    return min(MAX_MANIFEST_BYTES, MANIFEST_BYTES + files * MANIFEST_BYTES_PER_FILE)
+
+
+def read_manifest(path: Path, key: bytes | None = None) -> Manifest:
+    """Read the manifest of the checkpoint in the folder `path`, signed with `key` if there is one.
 
     Raise Damaged if it is corrupt or missing, UserError if it cannot be read for another reason: a
-    transient I/O error, or a format of another version.
+    transient I/O error, a format of another version, or a missing or wrong signature.
     """
     try:
-        manifest = Manifest.from_text((path / MANIFEST).read_text(encoding="utf-8"))
+        most = max_manifest_bytes(len(os.listdir(path)))
+        with open_regular(path / MANIFEST, within=path) as file:
+            content = file.read(most + 1)
+        if len(content) > most:
+            raise ValueError(f"{MANIFEST} has more than {most:,} bytes")
+        manifest = Manifest.from_text(content.decode("utf-8"))
         step = step_of(path)
         if step is not None and step != manifest.step:
             raise ValueError(f"it was saved at step {manifest.step}, not at the step in its name")
@@ -206,6 +253,8 @@ def read_manifest(path: Path) -> Manifest:
         is_intact = isinstance(error, UserError | OSError) and not is_missing(error)
         kind = UserError if is_intact else Damaged
         raise kind(f"cannot use the checkpoint {path}: {reason}") from error
+    if key is not None:
+        check_signature(path, content, key)
     return manifest
 
 

@@ -26,19 +26,25 @@ class CheckpointInfo:
     problem: str | None
 
 
-def inspect_checkpoints(folder: Path, *, verify: bool) -> list[CheckpointInfo]:
-    """Describe checkpoints, oldest first, quarantined ones last; `verify` checks every byte."""
+def inspect_checkpoints(
+    folder: Path, *, verify: bool, key: bytes | None = None
+) -> list[CheckpointInfo]:
+    """Describe checkpoints, oldest first, quarantined ones last.
+
+    `verify` checks every byte; with `key`, one that is not signed with it has a problem.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder} does not exist: expected the folder of a run")
     pattern = f"{QUARANTINE_PREFIX}step-*"
     quarantined = sorted(path for path in folder.glob(pattern) if path.is_dir())
-    return [_inspect(path, verify=verify) for path in [*list_checkpoints(folder), *quarantined]]
+    paths = [*list_checkpoints(folder), *quarantined]
+    return [_inspect(path, verify=verify, key=key) for path in paths]
 
 
-def _inspect(path: Path, *, verify: bool) -> CheckpointInfo:
+def _inspect(path: Path, *, verify: bool, key: bytes | None) -> CheckpointInfo:
     size = sum(file.lstat().st_size for file in path.iterdir())
     try:
-        saved = open_checkpoint(path)
+        saved = open_checkpoint(path, key)
         if verify:
             saved.check()
     except UserError as error:
@@ -48,9 +54,10 @@ def _inspect(path: Path, *, verify: bool) -> CheckpointInfo:
     return CheckpointInfo(path.name, saved.step, size, ranks, problem)
 
 
-def remove_steps(folder: Path, steps: list[int]) -> None:
+def remove_steps(folder: Path, steps: list[int], key: bytes | None = None) -> None:
     """Remove the checkpoints of some steps, but never the last intact one."""
-    intact = [entry.step for entry in inspect_checkpoints(folder, verify=True) if not entry.problem]
+    found = inspect_checkpoints(folder, verify=True, key=key)
+    intact = [entry.step for entry in found if not entry.problem]
     for step in steps:
         if not checkpoint_path(folder, step).is_dir():
             raise UserError(f"{folder} has no checkpoint of step {step}")

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from longspan.checkpoint.format import Manifest, Region, is_missing, read_manifest
 from longspan.errors import Damaged, UserError
-from longspan.files import sha256_of
+from longspan.files import MAX_HEADER_BYTES, open_regular, open_safetensors, sha256_of
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""The dtypes of weights and moments, by safetensors' names."""
 
 
 class Checkpoint:
@@ -38,6 +43,10 @@ class Checkpoint:
     def files(self) -> list[str]:
         return sorted(self.manifest.files)
 
+    @property
+    def groups(self) -> set[str]:
+        return {name.partition("/")[0] for name in self.manifest.tensors}
+
     def shapes(self, group: str) -> dict[str, tuple[int, ...]]:
         """Return the global shapes of a group's tensors, by name without the group."""
         prefix = f"{group}/"
@@ -46,6 +55,10 @@ class Checkpoint:
             for name, entry in self.manifest.tensors.items()
             if name.startswith(prefix)
         }
+
+    def dtype(self, name: str) -> str:
+        """The dtype of the tensor "group/name", as safetensors names it."""
+        return self.manifest.tensors[name].dtype
 
     def files_of(self, group: str) -> list[str]:
         return [name for name in self.files if name.startswith(f"{group}-")]
@@ -58,12 +71,22 @@ class Checkpoint:
         """
         for name in self.files if files is None else files:
             try:
-                if sha256_of(self.path / name) != self.manifest.files[name]:
+                self._check_size(name)
+                if sha256_of(self.path / name, within=self.path) != self.manifest.files[name]:
                     raise ValueError(f"{name} is damaged: its SHA-256 is not the manifest's")
             except (OSError, ValueError) as error:
                 is_transient = isinstance(error, OSError) and not is_missing(error)
                 kind = UserError if is_transient else Damaged
                 raise kind(f"cannot use the checkpoint {self.path}: {error}") from error
+
+    def _check_size(self, name: str) -> None:
+        """Refuse a file that is not as long as its tensors, rather than hash what never ends."""
+        with open_regular(self.path / name, within=self.path) as file:
+            header = int.from_bytes(file.read(8), "little")
+            size = os.fstat(file.fileno()).st_size
+        expected = 8 + header + sum(self.manifest.sizes_of(name).values())
+        if header > MAX_HEADER_BYTES or size != expected:
+            raise ValueError(f"{name} is damaged: it has {size:,} bytes, not as the manifest says")
 
     def close(self) -> None:
         """Close the files, so that removing the checkpoint frees their space."""
@@ -94,7 +117,10 @@ class Checkpoint:
     def _read_shard(self, file: str, name: str, shard: Region, wanted: Region) -> Tensor:
         try:
             if file not in self._open_files:
-                self._open_files[file] = safe_open(self.path / file, "pt")
+                opened = open_safetensors(self.path / file, within=self.path)
+                if set(opened.keys()) != self.manifest.sizes_of(file).keys():
+                    raise ValueError("its tensors are not those of the manifest")
+                self._open_files[file] = opened
             opened = self._open_files[file]
             stored = opened.get_slice(name)
             dtype, shape = stored.get_dtype(), tuple(stored.get_shape())
@@ -112,8 +138,9 @@ class Checkpoint:
         return values
 
 
-def open_checkpoint(path: Path) -> Checkpoint:
-    return Checkpoint(path, read_manifest(path))
+def open_checkpoint(path: Path, key: bytes | None = None) -> Checkpoint:
+    """Open a checkpoint, which must be signed with `key` if there is one."""
+    return Checkpoint(path, read_manifest(path, key))
 
 
 def load(path: Path, group: str) -> dict[str, Tensor]:
@@ -127,6 +154,9 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]], saved: Checkpoint) -> No
     """Raise UserError unless the checkpoint's weights have the names and shapes in `shapes`."""
     found = saved.shapes("model")
     for name in sorted(shapes.keys() | found.keys()):
+        dtype = saved.dtype(f"model/{name}") if name in found else ""
+        if dtype and dtype not in FLOATS:
+            raise UserError(f"{name} is {dtype} in the checkpoint {saved.path}, not floating point")
         if shapes.get(name) != found.get(name):
             raise UserError(
                 f"the model and the checkpoint {saved.path} differ at {name}: the model has shape "

@@ -18,7 +18,9 @@ from longspan.checkpoint.format import (
     StoredShard,
     TensorEntry,
     checkpoint_path,
+    max_manifest_bytes,
 )
+from longspan.checkpoint.signing import SIGNATURE, sign
 from longspan.faults import fault_point
 from longspan.files import fsync, sha256_of
 
@@ -80,8 +82,11 @@ class PendingCheckpoint:
         contents = self.path / f"rank-{rank:05d}.json"
         contents.write_text(json.dumps({"files": files, "tensors": tensors}), encoding="utf-8")
 
-    def commit(self, state: dict[str, Any], ranks: int) -> Path:
-        """Write the manifest and rename the folder, once all `ranks` have written."""
+    def commit(self, state: dict[str, Any], ranks: int, key: bytes | None = None) -> Path:
+        """Write the manifest and rename the folder, once all `ranks` have written.
+
+        With `key` the manifest is signed.
+        """
         paths = [self.path / f"rank-{rank:05d}.json" for rank in range(ranks)]
         contents = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
         manifest = Manifest(
@@ -92,8 +97,15 @@ class PendingCheckpoint:
         )
         for path in paths:
             path.unlink()
-        (self.path / MANIFEST).write_text(manifest.to_text(), encoding="utf-8")
-        fsync(self.path / MANIFEST)
+        content = manifest.to_text().encode("utf-8")
+        if len(content) > max_manifest_bytes(len(manifest.files)):
+            raise ValueError(f"the manifest would have {len(content):,} bytes: use fewer ranks")
+        written = {MANIFEST: content}
+        if key is not None:
+            written[SIGNATURE] = sign(key, content).encode()
+        for name, data in written.items():
+            (self.path / name).write_bytes(data)
+            fsync(self.path / name)
         fsync(self.path)
         fault_point("commit")
         target = checkpoint_path(self.folder, self.step)
@@ -109,14 +121,20 @@ class PendingCheckpoint:
         shutil.rmtree(self.path, ignore_errors=True)
 
 
-def save(folder: Path, step: int, shards: TensorShards, state: dict[str, Any]) -> Path:
+def save(
+    folder: Path,
+    step: int,
+    shards: TensorShards,
+    state: dict[str, Any],
+    key: bytes | None = None,
+) -> Path:
     """Save a checkpoint from a single process, synchronously."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     pending = PendingCheckpoint(folder, step)
     try:
         pending.write(shards, 0)
-        return pending.commit(state, 1)
+        return pending.commit(state, 1, key)
     except BaseException:
         pending.discard()
         raise

@@ -581,3 +581,9 @@ def _add_run_arguments(parser: Parser) -> None:
 
 def _add_run_dir(parser: Parser) -> None:
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run")
+    parser.add_argument(
+        "--key-file",
+        default="",
+        metavar="FILE",
+        help="key that checkpoints must be signed with (default: the run's checkpoint.key_file)",
+    )

@@ -202,6 +202,7 @@ def generate(args: argparse.Namespace) -> None:
         temperature=args.temperature,
         top_p=args.top_p,
         seed=args.seed,
+        key_file=args.key_file,
     )
     with waiting(f"loading {args.run_dir}"):
         first = list(islice(pieces, 1))
@@ -241,7 +242,7 @@ def sketch(args: argparse.Namespace) -> None:
         from longspan.sketch_run import convert, open_trained, search
 
     with waiting(f"loading {args.run_dir}"):
-        trained, found = open_trained(args.run_dir), None
+        trained, found = open_trained(args.run_dir, args.key_file), None
     if args.search:
         found = search(trained, keep=args.keep, swaps=args.swaps, **how)
     ranks = found.ranks if found else None
@@ -388,7 +389,7 @@ def export(args: argparse.Namespace) -> None:
         from longspan.export.huggingface import export
 
     with waiting(f"exporting {args.run_dir}"):
-        exported = export(args.run_dir, args.out, step=args.step)
+        exported = export(args.run_dir, args.out, step=args.step, key_file=args.key_file)
     print(json.dumps(asdict(exported)) if args.json else exported)
 
 
@@ -396,7 +397,8 @@ def checkpoint_list(args: argparse.Namespace) -> None:
     from longspan.checkpoint.listing import inspect_checkpoints
 
     with waiting(f"verifying {args.run_dir}") if args.checked else nullcontext():
-        found = inspect_checkpoints(args.run_dir / "checkpoints", verify=args.checked)
+        key, folder = _signing_key(args), args.run_dir / "checkpoints"
+        found = inspect_checkpoints(folder, verify=args.checked, key=key)
     if args.json:
         print(json.dumps([asdict(entry) for entry in found]))
     for entry in [] if args.json else found:
@@ -412,7 +414,18 @@ def checkpoint_rm(args: argparse.Namespace) -> None:
     from longspan.checkpoint.listing import remove_steps
 
     with waiting(f"verifying {args.run_dir}"):  # to keep the last intact one
-        remove_steps(args.run_dir / "checkpoints", args.steps)
+        remove_steps(args.run_dir / "checkpoints", args.steps, _signing_key(args))
+
+
+def _signing_key(args: argparse.Namespace) -> bytes | None:
+    """The key of --key-file, or else of the run."""
+    from longspan.checkpoint import read_key
+    from longspan.runfile import RUN_FILE, load_run
+
+    path, run_file = args.key_file, args.run_dir / RUN_FILE
+    if not path and run_file.exists():
+        path = load_run(run_file, world=None).checkpoint.key_file
+    return read_key(path)
 
 
 def config_show(args: argparse.Namespace) -> None:

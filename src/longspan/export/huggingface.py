@@ -27,6 +27,7 @@ from longspan.checkpoint import (
     checkpoint_path,
     latest,
     open_checkpoint,
+    read_key,
     save_file,
 )
 from longspan.config import Run
@@ -116,8 +117,11 @@ class Exported:
         return "; ".join([text, *self.notes])
 
 
-def export(run_dir: Path, out: Path, *, step: int | None = None) -> Exported:
-    """Export the newest checkpoint of a run, or that of `step`."""
+def export(run_dir: Path, out: Path, *, step: int | None = None, key_file: str = "") -> Exported:
+    """Export the newest checkpoint of a run, or that of `step`.
+
+    It must be signed with the key in `key_file`, or else in the run's.
+    """
     run = load_run(saved_run_file(run_dir), world=None)
     if run.model.sub_layer_norm:
         raise UserError("model.sub_layer_norm = true cannot be exported: Llama has no such norms")
@@ -127,7 +131,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None) -> Exported:
         raise UserError(f"{run_dir} has no checkpoint" + (f" of step {step}" if step else ""))
     if out.exists():
         raise UserError(f"{out} already exists: choose another folder")
-    saved = open_checkpoint(path)
+    saved = open_checkpoint(path, read_key(key_file or run.checkpoint.key_file))
     saved.check(saved.files_of("model"))
     tokenizer = tokenizer_of(run_dir, run)
     ids = special_ids(tokenizer)
@@ -154,11 +158,11 @@ def export(run_dir: Path, out: Path, *, step: int | None = None) -> Exported:
 
 def _dense_tensors(run: Run, saved: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """The weights of a checkpoint by name; factored layers are multiplied out."""
+    model = new_decoder(run)
+    check_shapes(parameter_shapes(model), saved)
     if run.model.linear == "dense":
         yield from ((name, saved.read(f"model/{name}")) for name in saved.shapes("model"))
         return
-    model = new_decoder(run)
-    check_shapes(parameter_shapes(model), saved)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -291,5 +295,7 @@ def _is_redundant(name: str, files: dict[str, Any], run: Run) -> bool:
         return True
     head, embedding = hf_name("head.weight"), hf_name("embedding.weight")
     if name != head or not run.model.tie_embeddings or embedding not in files:
+        return False
+    if len({tuple(files[key].get_slice(key).get_shape()) for key in (head, embedding)}) > 1:
         return False
     return torch.equal(*(files[key].get_tensor(key) for key in (head, embedding)))

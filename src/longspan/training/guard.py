@@ -24,7 +24,7 @@ class NormAverage(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    norm: float = 0.0
+    norm: Annotated[float, Field(ge=0, le=torch.finfo(torch.float32).max)] = 0.0
     steps: Annotated[int, Field(ge=0)] = 0
 
 

@@ -14,7 +14,7 @@ from textwrap import shorten
 import torch
 from torch import nn
 
-from longspan.checkpoint import CHECKPOINTS
+from longspan.checkpoint import CHECKPOINTS, read_key
 from longspan.config import Run
 from longspan.costs import count_parameters
 from longspan.data import Prefetcher, Source
@@ -143,9 +143,16 @@ def _train(
     evaluation = Evaluation(engine, source, settings, device, mesh, precision)
     key = resume_key(run, source)
     guard = Guard(settings.grad_norm_spike, device)
-    state = TrainState(engine, mesh, guard, key, accepts_other_data=run.data.accept_changed)
+    state = TrainState(
+        engine,
+        mesh,
+        guard,
+        key,
+        accepts_other_data=run.data.accept_changed,
+        key=read_key(run.checkpoint.key_file),
+    )
     fault_point("start")
-    saved = newest_intact(checkpoints, mesh) if resume else None
+    saved = newest_intact(checkpoints, mesh, state.key) if resume else None
     if saved:
         state.restore(saved)
     elif settings.init_from:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.checkpoint import PendingCheckpoint, TensorShard, prune
+from longspan.checkpoint import PendingCheckpoint, TensorShard, prune, read_key
 from longspan.config import Checkpoint
 from longspan.errors import Diverged, SaveFailed
 from longspan.faults import fault_point
@@ -40,6 +40,7 @@ class Saver:
         self, folder: Path, settings: Checkpoint, mesh: ParallelMesh, log: Callable[[str], None]
     ) -> None:
         self._folder, self._settings, self._mesh, self._log = folder, settings, mesh, log
+        self._key = read_key(settings.key_file)
         self._staging: dict[str, Tensor] = {}
         self._pending: PendingCheckpoint | None = None
         self._state: dict[str, Any] = {}
@@ -91,7 +92,7 @@ class Saver:
         self._thread = None
         if not has_failed and is_main:
             try:
-                pending.commit(self._state, self._mesh.world.size)
+                pending.commit(self._state, self._mesh.world.size, self._key)
             except Exception as problem:  # noqa: BLE001  all ranks must learn of it
                 error, has_failed = problem, True
         is_missing = has_failed and is_main and _is_missing(self._folder.parent)

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-import itertools
+import json
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
 
 from longspan.checkpoint import (
+    FLOATS,
     Checkpoint,
+    Region,
     TensorShard,
     check_shapes,
     checkpoint_path,
@@ -23,7 +26,7 @@ from longspan.checkpoint import (
     quarantine,
     step_of,
 )
-from longspan.config import Run
+from longspan.config import Attention, Model, Run
 from longspan.data import Source
 from longspan.engines import Engine
 from longspan.errors import Damaged, Diverged, UserError, first_problem
@@ -32,17 +35,47 @@ from longspan.parallel.mesh import ParallelMesh
 from longspan.training.guard import Guard, NormAverage
 from longspan.wording import counted
 
+MAX_SAMPLES, MAX_SKIPPED = 1 << 40, 1 << 32
+"""More samples than a run can consume, and than it skips after steps that failed."""
+Sample = Annotated[int, Field(ge=0, le=MAX_SAMPLES)]
+SCALER = {
+    "scale": (2.0**-100, 2.0**100),
+    "growth_factor": (1.0, 2.0**10),
+    "backoff_factor": (2.0**-10, 1.0),
+    "growth_interval": (1, 10**9),
+    "_growth_tracker": (0, 10**9),
+}
+"""The state of fp16's loss scale, and what it may be."""
+MERSENNE_TWISTER = slice(24, 24 + 624 * 8)
+"""The words of the CPU's generator within the bytes of its state."""
+GROUPS = {"model", "optimizer", "rng"}
+OPTIMIZER_KEYS = {"exp_avg", "exp_avg_sq", "step"}
+
 
 class SavedState(BaseModel):
     """What a checkpoint holds besides tensors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
-    samples: Annotated[int, Field(ge=0)]
+    samples: Annotated[int, Field(ge=0, le=MAX_SAMPLES)]
     scaler: dict[str, int | float]
     norm_average: NormAverage = NormAverage()
-    skips: list[Annotated[list[int], Field(min_length=2, max_length=2)]] = []
+    skips: Annotated[list[tuple[Sample, Sample]], Field(max_length=1000)] = []
     resume_key: dict[str, Any]
+
+    @model_validator(mode="after")
+    def _is_plausible(self) -> SavedState:
+        for a, b in self.skips:
+            if not a < b <= min(self.samples, a) + MAX_SKIPPED:
+                raise ValueError(
+                    f"samples {a:,} to {b:,} cannot be skipped after {self.samples:,} samples"
+                )
+        for key, (low, high) in SCALER.items() if self.scaler else ():
+            if not low <= self.scaler.get(key, -1) <= high:
+                raise ValueError(f"scaler.{key} is {self.scaler.get(key)}, not {low} to {high}")
+        if unknown := self.scaler.keys() - SCALER.keys():
+            raise ValueError(f"scaler.{min(unknown)} is unknown")
+        return self
 
 
 DATA = "data"
@@ -50,17 +83,20 @@ DATA = "data"
 
 def resume_key(run: Run, source: Source) -> dict[str, Any]:
     """What fixes the model's function and the sample order, and so may not change on resume."""
-    sections = {
-        f"{section}.{key}": value
-        for section in ("model", "attention")
-        for key, value in getattr(run, section).model_dump(mode="json").items()
-        if key != "preset"
-    }
     return {
-        **sections,
+        **_sections(run.model, run.attention),
         "data.context": run.data.context,
         "train.seed": run.train.seed,
         DATA: f"{source.describe()}; SHA-256 {source.fingerprint}",
+    }
+
+
+def _sections(model: Model, attention: Attention) -> dict[str, Any]:
+    return {
+        f"{section}.{key}": value
+        for section, keys in (("model", model), ("attention", attention))
+        for key, value in keys.model_dump(mode="json").items()
+        if key != "preset"
     }
 
 
@@ -74,6 +110,8 @@ class TrainState:
     resume_key: dict[str, Any] = field(default_factory=dict)
     accepts_other_data: bool = False
     """Whether a checkpoint that was trained on other data may be restored."""
+    key: bytes | None = None
+    """The key that checkpoints must be signed with."""
     step: int = 0
     samples: int = 0
     """Position in the data: samples of the endless order that were consumed or skipped."""
@@ -82,10 +120,14 @@ class TrainState:
 
     def next_samples(self, count: int) -> list[int]:
         """The next samples of the endless order that are not skipped."""
-        ranges = (range(a, b) for a, b in self.skips)
-        skipped = {index for each in ranges for index in each if index >= self.samples}
-        remaining = (index for index in itertools.count(self.samples) if index not in skipped)
-        return list(itertools.islice(remaining, count))
+        samples: list[int] = []
+        index = self.samples
+        while len(samples) < count:
+            end = max((b for a, b in self.skips if a <= index < b), default=None)
+            if end is None:
+                samples.append(index)
+            index = index + 1 if end is None else end
+        return samples
 
     def tensor_shards(self) -> dict[str, TensorShard]:
         """The tensors that this rank saves, by "group/name"."""
@@ -100,26 +142,25 @@ class TrainState:
             samples=self.samples,
             scaler=self.engine.scaler_state(),
             norm_average=self.guard.norm_average(),
-            skips=[[a, b] for a, b in self.skips],
+            skips=self.skips,
             resume_key=self.resume_key,
         ).model_dump(mode="json")
 
     def restore(self, saved: Checkpoint) -> None:
         """Load a checkpoint, which must be of the same model and sample order."""
-        try:
-            state = SavedState.model_validate(saved.state)
-        except ValidationError as error:
-            raise UserError(f"the state in {saved.path}: {first_problem(error)}") from error
+        state = read_saved_state(saved)
         _check_unchanged(saved.path, state.resume_key, self.resume_key, self.accepts_other_data)
         check_shapes(self.engine.shapes, saved)
+        optimizer = _check_optimizer(saved, has_stepped=state.norm_average.steps > 0)
+        rng = _read_rng_states(saved)
         self.engine.load_weights(lambda name, region: saved.read(f"model/{name}", region))
-        self._load_optimizer(saved)
+        self.engine.load_optimizer(optimizer, partial(_read_optimizer, saved))
         self.engine.load_scaler_state(state.scaler)
-        _set_rng_states({name: saved.read(f"rng/{name}") for name in saved.shapes("rng")})
+        _set_rng_states(rng, saved.path)
         self.guard.load_norm_average(state.norm_average)
         saved.close()
         self.step, self.samples = saved.step, state.samples
-        self.skips = [(a, b) for a, b in state.skips]
+        self.skips = list(state.skips)
 
     def roll_back(
         self, folder: Path, skipped_steps: int, global_batch: int, max_rollbacks: int
@@ -131,7 +172,7 @@ class TrainState:
         last_step, end = self.step, self.samples
         begin = end - skipped_steps * global_batch
         skips = [*self.skips, (begin, end)]
-        saved = newest_intact(folder, self.mesh)
+        saved = newest_intact(folder, self.mesh, self.key)
         if saved is None or len(skips) > max_rollbacks:
             raise Diverged(
                 f"{counted(skipped_steps, 'step')} in a row to step {last_step} had a non-finite "
@@ -146,24 +187,72 @@ class TrainState:
             f"{last_step} to {self.step}, skipping samples {begin:,} to {end - 1:,}"
         )
 
-    def _load_optimizer(self, saved: Checkpoint) -> None:
-        shapes, entries = saved.shapes("model"), []
-        for full_name, shape in saved.shapes("optimizer").items():
-            name, key = full_name.rsplit(".", 1)
-            if name not in shapes or shape not in ((), shapes[name]):
-                raise UserError(f"{saved.path} holds {name}.{key} of shape {shape}")
-            entries.append((name, key, not shape))
-        self.engine.load_optimizer(
-            entries, lambda name, region: saved.read(f"optimizer/{name}", region)
+
+def read_saved_state(saved: Checkpoint) -> SavedState:
+    """Read what a checkpoint holds besides tensors; what cannot be is a UserError."""
+    try:
+        # As JSON: strict validation does not take its lists for tuples.
+        state = SavedState.model_validate_json(json.dumps(saved.state))
+    except ValidationError as error:
+        raise UserError(f"the state in {saved.path}: {first_problem(error)}") from error
+    if state.samples < saved.step or state.norm_average.steps > saved.step:
+        raise UserError(
+            f"the state in {saved.path}: step {saved.step} does not fit {state.samples:,} samples "
+            f"and {state.norm_average.steps:,} steps with a gradient norm"
         )
+    return state
+
+
+def _check_optimizer(saved: Checkpoint, *, has_stepped: bool) -> list[tuple[str, str, bool]]:
+    """Return (parameter, key, is scalar) of a checkpoint's optimizer state, if it is complete.
+
+    `has_stepped`: whether a step was applied; without one, as when all were skipped, there may be
+    no state.
+    """
+    if unknown := saved.groups - GROUPS:
+        raise UserError(f"{saved.path} holds tensors of an unknown kind: {min(unknown)}")
+    shapes, found = saved.shapes("model"), saved.shapes("optimizer")
+    expected = {
+        f"{name}.{key}": () if key == "step" else shape
+        for name, shape in shapes.items()
+        for key in OPTIMIZER_KEYS
+    }
+    for name in sorted(expected.keys() | found.keys()) if found or has_stepped else ():
+        if found.get(name) != expected.get(name):
+            raise UserError(
+                f"the optimizer state in {saved.path} is not that of AdamW for this model: {name} "
+                f"has shape {found.get(name)}, expected {expected.get(name)}; use another "
+                "checkpoint, or start a new run"
+            )
+        dtype = saved.dtype(f"optimizer/{name}")
+        if expected[name] != () and dtype not in FLOATS:
+            raise UserError(f"{name} is {dtype} in {saved.path}, not floating point")
+    return [(*_split(name), not shape) for name, shape in found.items()]
+
+
+def _split(name: str) -> tuple[str, str]:
+    parameter, _, key = name.rpartition(".")
+    return parameter, key
+
+
+def _read_optimizer(saved: Checkpoint, name: str, region: Region) -> Tensor:
+    values = saved.read(f"optimizer/{name}", region)
+    if name.endswith(".step") and not 0 <= float(values) <= saved.step:
+        raise UserError(f"{saved.path} is of step {saved.step}, but {name} is {float(values):g}")
+    return values
 
 
 def _check_unchanged(
     path: Path, was: Mapping[str, Any], now: Mapping[str, Any], accepts_other_data: bool
 ) -> None:
-    """Refuse a checkpoint that was trained with other settings, and list all that differ."""
-    changed = {key for key, value in was.items() if now.get(key) != value}
-    lines = [f"  {key} was {was[key]}\n  {key} is  {now.get(key)}" for key in sorted(changed)]
+    """Refuse a checkpoint that was trained with other settings, and list all that differ.
+
+    A key of [model] or [attention] that it does not have is of a later version, and so had its
+    default.
+    """
+    was = {**_sections(Model(), Attention()), **was}
+    changed = {key for key in was.keys() | now.keys() if now.get(key) != was.get(key)}
+    lines = [f"  {key} was {was.get(key)}\n  {key} is  {now.get(key)}" for key in sorted(changed)]
     if changed == {DATA} and accepts_other_data:
         print("\n".join(["longspan: continuing with other data", *lines]), file=sys.stderr)
     elif changed:
@@ -174,9 +263,10 @@ def _check_unchanged(
         )
 
 
-def newest_intact(folder: Path, mesh: ParallelMesh) -> Checkpoint | None:
+def newest_intact(folder: Path, mesh: ParallelMesh, key: bytes | None = None) -> Checkpoint | None:
     """The newest checkpoint whose files match their checksums; None if there is none at all.
 
+    With `key` it must be signed with that key; one that is not is an error and stays in place.
     The ranks share the checking. A damaged checkpoint is quarantined, and the one before it is
     tried; one that cannot be read, on whichever rank, is an error on all ranks and stays in place.
     """
@@ -190,7 +280,7 @@ def newest_intact(folder: Path, mesh: ParallelMesh) -> Checkpoint | None:
             return None
         path, problem, kind = checkpoint_path(folder, step), None, 0
         try:
-            saved = open_checkpoint(path)
+            saved = open_checkpoint(path, key)
             saved.check(saved.files[world.rank :: world.size])
         except UserError as error:
             problem, kind = error, 1 if isinstance(error, Damaged) else 2
@@ -217,7 +307,30 @@ def rng_states() -> dict[str, Tensor]:
     return states
 
 
-def _set_rng_states(states: Mapping[str, Tensor]) -> None:
-    torch.set_rng_state(states["cpu"])
-    if "cuda" in states and torch.cuda.is_available():
-        torch.cuda.set_rng_state(states["cuda"])
+def _read_rng_states(saved: Checkpoint) -> dict[str, Tensor]:
+    """The generators' states in a checkpoint, if they can be those of this machine's generators."""
+    expected = rng_states()
+    found = saved.shapes("rng")
+    if unknown := found.keys() - {"cpu", "cuda"}:
+        raise UserError(f"{saved.path} holds the state of an unknown generator: {min(unknown)}")
+    states = {}
+    for name in {"cpu"} | (found.keys() & expected.keys()):
+        shape = tuple(expected[name].shape)
+        if found.get(name) != shape or saved.dtype(f"rng/{name}") != "U8":
+            raise UserError(
+                f"{saved.path}: the state of the {name} random number generator has shape "
+                f"{found.get(name)}, expected {shape} bytes"
+            )
+        states[name] = saved.read(f"rng/{name}")
+        if name == "cpu" and not states[name][MERSENNE_TWISTER].any():  # it would draw only zeros
+            raise UserError(f"{saved.path}: the state of the {name} generator is all zeros")
+    return states
+
+
+def _set_rng_states(states: Mapping[str, Tensor], path: Path) -> None:
+    try:
+        torch.set_rng_state(states["cpu"])
+        if "cuda" in states:
+            torch.cuda.set_rng_state(states["cuda"])
+    except RuntimeError as error:
+        raise UserError(f"{path}: the state of a random number generator: {error}") from error
