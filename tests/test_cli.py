@@ -122,7 +122,7 @@ def test_wrong_input_gives_one_message_exit_2_and_no_file(
     [
         (truncate, "train-00000.bin is truncated: expected 1,141 bytes, got 1,140"),
         (remove, "cannot read the shard"),
-        (replace_by_folder, "train-00000.bin: it is not a file"),
+        (replace_by_folder, "train-00000.bin: it is not a regular file"),
     ],
 )
 def test_a_damaged_shard_gives_one_message_exit_2_and_no_file(
