@@ -19,6 +19,7 @@ from longspan.builtin import follow, read_builtin
 from longspan.config import AXES, Data, Model, Run, Section
 from longspan.errors import UserError
 from longspan.hf_config import LlamaConfig, read_llama_config
+from longspan.locking import LOCK
 from longspan.rules import Problem, check_rules
 from longspan.vocabulary import is_folder, rounded_vocab, vocab_of_data
 from longspan.wording import counted, did_you_mean, toml_value
@@ -41,6 +42,14 @@ KEY = r'(?:"[^"]*"|[^."=]+)'
 
 RUN_FILE = "run.toml"
 """Name of the run file in a run folder."""
+
+CHECKPOINTS = "checkpoints"
+DRAFT = r"\.step-[0-9]+\.(tmp|removed)"
+"""What a run leaves in its folder of checkpoints that is killed while it saves or removes one."""
+
+OURS = {RUN_FILE, CHECKPOINTS, LOCK, "env.json", "tokenizer.json", "tokenizer_config.json"}
+OURS |= {"metrics.jsonl", "history.jsonl", "heartbeats", "logs", "micro_batch", "STOP", "SAVE"}
+"""All that a run has in its folder."""
 
 SECTIONS: dict[str, type[Section]] = {
     name: field.annotation  # type: ignore[misc]
@@ -134,7 +143,10 @@ def saved_run_file(run_dir: Path) -> Path:
     """Return the path of the run file in a run folder."""
     path = run_dir / RUN_FILE
     if not path.exists():
-        raise UserError(f"{run_dir} is not a run folder: it has no {RUN_FILE}")
+        text = f"{run_dir} is not a run folder: it has no {RUN_FILE}"
+        if run_dir.is_dir() and all(map(_is_ours, run_dir.iterdir())):
+            text += "; to start the run in it, give its run file too, or --run-dir"
+        raise UserError(text)
     return path
 
 
@@ -200,17 +212,37 @@ def _drop_builtin_vocab(tables: dict[str, Any]) -> None:
 
 
 def check_run_folder(run_dir: Path, *, resume: bool) -> None:
-    """Refuse a folder that is neither empty nor the run to resume."""
+    """Refuse a folder that is neither new nor the run to resume.
+
+    A run that was killed before its first checkpoint left nothing to lose: its folder counts as
+    new, with a run file or without. A folder with files of others never does.
+    """
     try:
-        if not run_dir.exists() or not any(run_dir.iterdir()):
-            return
+        found = list(run_dir.iterdir()) if run_dir.exists() else []
+        checkpoints = run_dir / CHECKPOINTS
+        saved = [path.name for path in checkpoints.iterdir()] if checkpoints.is_dir() else []
     except OSError as error:
         raise UserError(f"cannot use the run folder {run_dir}: {error.strerror}") from error
-    if not resume:
-        raise UserError(
-            f"{run_dir} is not empty: continue it with --resume {run_dir}, or choose another folder"
-        )
-    saved_run_file(run_dir)
+    if resume and run_dir / RUN_FILE in found:
+        return
+    if all(map(_is_ours, found)) and (resume or all(re.fullmatch(DRAFT, name) for name in saved)):
+        return
+    if resume:
+        saved_run_file(run_dir)
+    raise UserError(
+        f"{run_dir} is not empty: continue it with --resume {run_dir}, or choose another folder"
+    )
+
+
+def is_draft(path: Path) -> bool:
+    """Whether a file in a run folder is one of a run that was killed while it wrote it."""
+    draft = re.fullmatch(r"\.(.+)\.[0-9]+\.tmp", path.name)
+    return draft is not None and draft[1] in OURS
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether an entry of a run folder has a name that runs give."""
+    return path.name in OURS or is_draft(path)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -169,6 +169,17 @@ def test_a_failed_run_is_restarted_as_often_as_requested(
     assert "needs --nproc of at least 2" in capfd.readouterr().err
 
 
+def test_a_run_that_was_killed_before_it_wrote_its_run_file_is_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, run_dir = failing_ranks(tmp_path, "os.kill(os.getpid(), 9)"), tmp_path / "run"
+    program.write_text(program.read_text().replace("/run.toml", "/env.json"))
+    monkeypatch.setattr(sys, "executable", str(program))
+    options = ["--nproc", "2", "--restarts", "1", "--run-dir", str(run_dir)]
+    assert main(["train", *SMALL, *options]) == 1
+    assert starts_of_rank_0(run_dir) == ["--run-dir", "--run-dir"]
+
+
 def test_a_run_that_is_told_to_stop_is_not_restarted(tmp_path: Path) -> None:
     """The ranks do not exit on SIGTERM, as if they could not save, and are killed."""
     body = """

@@ -144,34 +144,39 @@ def verify(args: argparse.Namespace) -> None:
 
 
 def _train_in_processes(args: argparse.Namespace, run_dir: Path) -> None:
+    from longspan.locking import owned
+    from longspan.runfile import check_run_folder
+
+    check_run_folder(run_dir, resume=args.resume is not None)
+    with owned(run_dir) as lock:
+        code = _train_with_restarts(args, run_dir, lock)
+    if code != DONE:
+        raise SystemExit(code)
+
+
+def _train_with_restarts(args: argparse.Namespace, run_dir: Path, lock: int) -> int:
     import signal
 
     from longspan.launching.local import FORWARDED, run_processes
-    from longspan.runfile import check_run_folder
     from longspan.tracking import HISTORY, History, exit_reason
 
-    check_run_folder(run_dir, resume=args.resume is not None)
     program = [sys.executable, "-m", "longspan", "train", *args.items]
     options = ["--json"] if args.json else []
-    folder = ["--resume" if args.resume else "--run-dir", str(run_dir)]
     restarts_left, received = args.restarts, list[int]()
     if restarts_left:
         for number in FORWARDED:  # also between two starts
             signal.signal(number, lambda number, _: received.append(number))
     while True:
-        command = [*program, *folder, *options]
-        code = run_processes(command, args.nproc, run_dir / "logs", received=received)
-        is_final = code != FAILED or restarts_left == 0 or received
-        if is_final or not (run_dir / "run.toml").exists():
-            break
+        resumes = args.resume or (run_dir / "run.toml").exists()
+        command = [*program, "--resume" if resumes else "--run-dir", str(run_dir), *options]
+        code = run_processes(command, args.nproc, run_dir / "logs", received=received, lock=lock)
+        if code != FAILED or restarts_left == 0 or received:
+            return code
         cause = exit_reason(History(run_dir / HISTORY).events()) or ""
         if cause.startswith(Diverged.__name__):  # it would diverge again
-            break
+            return code
         restarts_left -= 1
         print(f"longspan: restarting; {counted(restarts_left, 'restart')} left", file=sys.stderr)
-        folder = ["--resume", str(run_dir)]
-    if code != DONE:
-        raise SystemExit(code)
 
 
 def drill(args: argparse.Namespace) -> None:

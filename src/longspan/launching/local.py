@@ -7,6 +7,7 @@ traceback shown is that of the rank that failed first: the others fail only as a
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -20,6 +21,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 
 from longspan.faults import LAUNCHER_PID
+from longspan.locking import INHERITED
 from longspan.loopback import STORE, loopback_only
 
 GRACE_S = 5.0
@@ -42,15 +44,20 @@ def run_processes(
     *,
     quiet: bool = False,
     received: list[int] | None = None,
+    lock: int | None = None,
     on_poll: Callable[[], None] = lambda: None,
 ) -> int:
     """Run `command`, which calls `join_launcher`, as ranks 0 … nproc−1 and return one exit code.
 
     Log files are copied to `log_dir` at the end, if its parent exists by then; with `quiet` rank 0
     writes a log file too. Signals that were forwarded are appended to `received`. `on_poll` is
-    called again and again while the processes run.
+    called again and again while the processes run. They inherit `lock`, the descriptor of the lock
+    of their run folder.
     """
+    _remove_leftovers()
     folder = Path(tempfile.mkdtemp(prefix=TEMPORARY))
+    in_use = os.open(folder, os.O_RDONLY)
+    fcntl.flock(in_use, fcntl.LOCK_EX)
     logs = folder / "logs"
     logs.mkdir()
     environment = {
@@ -61,6 +68,8 @@ def run_processes(
         LAUNCHER_PID: str(os.getpid()),
     }
     loopback_only(environment)
+    if lock is not None:
+        environment[INHERITED] = str(lock)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
     processes: list[subprocess.Popen[bytes]] = []
 
@@ -88,6 +97,7 @@ def run_processes(
                         env=rank_environment,
                         stdout=output,
                         stderr=output,
+                        pass_fds=() if lock is None else (lock,),
                         start_new_session=True,  # so that Ctrl-C arrives once, through `forward`
                     )
                 )
@@ -104,6 +114,22 @@ def run_processes(
         if log_dir.parent.is_dir():
             _copy(logs, log_dir)
         shutil.rmtree(folder, ignore_errors=True)
+        os.close(in_use)
+
+
+def _remove_leftovers() -> None:
+    """Remove the temporary folders of this user's launchers that were killed."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{TEMPORARY}*"):
+        with contextlib.suppress(OSError):  # in use, just created, or already removed
+            state = folder.lstat()
+            if state.st_uid != os.getuid() or time.time() - state.st_mtime < 60:
+                continue
+            descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
 
 
 def _copy(logs: Path, folder: Path) -> None:

@@ -25,6 +25,7 @@ from longspan.errors import Diverged, OutOfMemory, Stopped
 from longspan.export.huggingface import weight_reader
 from longspan.faults import fault_point
 from longspan.hf_config import read_llama_config
+from longspan.locking import owned
 from longspan.models.generation import encode_prompt
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
@@ -82,8 +83,16 @@ def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None 
     does not fit; SaveFailed if the last checkpoint cannot be written.
     """
     world = world or World()
-    if world.is_main:
-        check_run_folder(run_dir, resume=resume)
+    if not world.is_main:
+        return _train_until_it_fits(run, run_dir, world, resume=resume)
+    check_run_folder(run_dir, resume=resume)
+    with owned(run_dir):
+        check_run_folder(run_dir, resume=resume)  # it may have been another's until now
+        return _train_until_it_fits(run, run_dir, world, resume=resume)
+
+
+def _train_until_it_fits(run: Run, run_dir: Path, world: World, *, resume: bool) -> Result:
+    """Train, again and again with half the micro-batch if it runs out of memory and may do so."""
     device = choose_device(run, world.local_rank)
     given = resolve(run, device)
     while True:
@@ -159,7 +168,7 @@ def _train(
         engine.load_weights(weight_reader(Path(settings.init_from), run))
 
     if is_main:
-        open_run_folder(given, run_dir, device, source)
+        open_run_folder(given, run_dir, device, source, mesh.world.size)
     meter = meter_of(run, device, state.step, mesh.world.size)
     on_ready()
     with (

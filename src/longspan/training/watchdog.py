@@ -61,13 +61,17 @@ class Heartbeat:
             return None
 
 
+def heartbeat_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / HEARTBEATS / f"rank-{rank:05d}"
+
+
 class Watchdog:
     """Watches this rank while entered. `steps`: those that the run has done."""
 
     def __init__(self, run_dir: Path, world: World, seconds: float, steps: int) -> None:
         self._folder, self._rank, self._seconds = run_dir / HEARTBEATS, world.rank, seconds
         # By name, not by listing: an earlier start may have had more ranks.
-        self._paths = [self._folder / f"rank-{rank:05d}" for rank in range(world.size)]
+        self._paths = [heartbeat_path(run_dir, rank) for rank in range(world.size)]
         self._path = self._paths[world.rank]
         self._count, self._progressed, self.steps = 0, time.monotonic(), steps
         before = Heartbeat.read(self._path)
