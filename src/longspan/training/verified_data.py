@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from longspan.config import Run
 from longspan.data import Source, open_source
 from longspan.errors import UserError
+from longspan.faults import fault_point
 from longspan.parallel.collectives import all_reduce_max
 from longspan.parallel.mesh import ParallelMesh
 
@@ -46,4 +47,5 @@ def open_verified_source(
             if remaining == 0:
                 assert source is not None
                 return source
+            fault_point("verifying")  # progress, for the watchdog
             show(f"verifying the data: {remaining / 1e9:,.1f} GB left")
