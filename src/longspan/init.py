@@ -146,8 +146,13 @@ def write(text: str, out: Path) -> None:
     if out.suffix != ".toml":
         raise UserError(f"the run file must end in .toml, got {out}")
     try:
-        with out.open("x", encoding="utf-8") as file:
-            file.write(text)
+        file = out.open("x", encoding="utf-8")
+        try:
+            with file:
+                file.write(text)
+        except OSError:
+            out.unlink()
+            raise
     except FileExistsError as error:
         raise UserError(f"{out} already exists: choose another name with -o") from error
     except OSError as error:

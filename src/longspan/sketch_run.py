@@ -220,7 +220,10 @@ def _write(trained: TrainedRun, out: Path, linear: str, terms: int) -> None:
     key = resume_key(run, source)
     state = SavedState(samples=old.samples, skips=old.skips, scaler={}, resume_key=key)
     signing_key = read_key(run.checkpoint.key_file)
-    save(out / CHECKPOINTS, 0, shards, state.model_dump(mode="json"), signing_key)
+    try:
+        save(out / CHECKPOINTS, 0, shards, state.model_dump(mode="json"), signing_key)
+    except OSError as error:
+        raise UserError(f"cannot write the run folder {out}: {error.strerror or error}") from error
 
 
 def _ranks(model: Decoder, run: Run) -> dict[str, int]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from longspan.checkpoint.format import (
     MANIFEST,
@@ -171,13 +171,16 @@ def save_file(
 ) -> None:
     """Write a safetensors file with the permissions of any other new file, by the umask.
 
-    safetensors renames a temporary file of mode 0600 to `path`.
+    safetensors renames a temporary file of mode 0600 to `path`, and raises an error of its own.
     """
     import safetensors.torch  # late: it imports torch, and `longspan checkpoint` writes no tensor
 
     path.touch()
     mode = path.stat().st_mode
-    safetensors.torch.save_file(tensors, path, metadata)
+    try:
+        safetensors.torch.save_file(tensors, path, metadata)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
     if path.stat().st_mode != mode:
         path.chmod(mode)
 

@@ -135,13 +135,16 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, key_file: str =
     saved.check(saved.files_of("model"))
     tokenizer = tokenizer_of(run_dir, run)
     ids = special_ids(tokenizer)
-    with atomic_folder(out) as draft:
-        _write_shards(draft, _dense_tensors(run, saved))
-        files = {"config.json": hf_config(run, ids), "generation_config.json": ids}
-        for name, content in files.items():
-            (draft / name).write_text(json.dumps(content, indent=1) + "\n")
-        if tokenizer:
-            write_tokenizer(draft, tokenizer, run.data.context)
+    try:
+        with atomic_folder(out) as draft:
+            _write_shards(draft, _dense_tensors(run, saved))
+            files = {"config.json": hf_config(run, ids), "generation_config.json": ids}
+            for name, content in files.items():
+                (draft / name).write_text(json.dumps(content, indent=1) + "\n")
+            if tokenizer:
+                write_tokenizer(draft, tokenizer, run.data.context)
+    except OSError as error:
+        raise UserError(f"cannot export to {out}: {error.strerror or error}") from error
     kind, notes = run.attention.kind, []
     if kind != "dense":
         notes.append(f"the run has {kind} attention, but transformers will compute dense attention")
