@@ -1,4 +1,4 @@
-"""Folders of shards that an attacker made: fields change, and the hashes are computed again."""
+"""Folders of shards that an attacker made: fields change, and the hashes are recomputed."""
 
 from __future__ import annotations
 
