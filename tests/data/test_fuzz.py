@@ -91,11 +91,12 @@ def attacked(folder: Path, index: Any, rng: random.Random) -> Any:
 
 def with_hashes(folder: Path, index: Any) -> Any:
     """Compute the SHA-256 of every shard again, as an attacker can."""
-    for shard in index.get("shards", []) if isinstance(index, dict) else []:
+    shards = index.get("shards") if isinstance(index, dict) else None
+    for shard in shards if isinstance(shards, list) else []:
         if isinstance(shard, dict) and isinstance(shard.get("file"), str):
-            path = folder / shard["file"].replace("\0", "")
-            if path.is_file():
-                shard["sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+            path = os.path.join(folder, shard["file"])
+            if os.path.isfile(path):
+                shard["sha256"] = hashlib.sha256(Path(path).read_bytes()).hexdigest()
     return index
 
 
