@@ -180,6 +180,27 @@ def test_a_run_that_was_killed_before_it_wrote_its_run_file_is_restarted(
     assert starts_of_rank_0(run_dir) == ["--run-dir", "--run-dir"]
 
 
+def test_a_run_whose_folder_was_removed_is_not_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+import shutil
+if rank == "0":
+    while len(open(run_dir + "/starts").readlines()) < 2:
+        time.sleep(0.01)
+    shutil.rmtree(run_dir)
+while os.path.exists(run_dir):
+    time.sleep(0.01)
+sys.exit(1)
+"""
+    monkeypatch.setattr(sys, "executable", str(failing_ranks(tmp_path, body)))
+    run_dir = tmp_path / "run"
+    options = ["--nproc", "2", "--restarts", "1", "--run-dir", str(run_dir)]
+    assert main(["train", *SMALL, *options]) == 1
+    assert "restarting" not in capfd.readouterr().err
+    assert not run_dir.exists()
+
+
 def test_a_run_that_is_told_to_stop_is_not_restarted(tmp_path: Path) -> None:
     """The ranks do not exit on SIGTERM, as if they could not save, and are killed."""
     body = """

@@ -170,8 +170,8 @@ def _train_with_restarts(args: argparse.Namespace, run_dir: Path, lock: int) -> 
         resumes = args.resume or (run_dir / "run.toml").exists()
         command = [*program, "--resume" if resumes else "--run-dir", str(run_dir), *options]
         code = run_processes(command, args.nproc, run_dir / "logs", received=received, lock=lock)
-        if code != FAILED or restarts_left == 0 or received:
-            return code
+        if code != FAILED or restarts_left == 0 or received or not run_dir.exists():
+            return code  # who removes a run's folder wants no other run in it
         cause = exit_reason(History(run_dir / HISTORY).events()) or ""
         if cause.startswith(Diverged.__name__):  # it would diverge again
             return code
