@@ -19,6 +19,7 @@ import pytest
 from longspan.cli import main
 from longspan.data.build import build
 from longspan.models.generation import Piece
+from longspan.stop_signals import stop_signals
 from tests.terminal import Terminal
 
 SMALL = [
@@ -232,7 +233,7 @@ def train_in_another_process(arguments: list[str], run_dir: Path, number: signal
 
 
 def train_in_this_process(arguments: list[str], run_dir: Path, number: signal.Signals) -> int:
-    previous = signal.signal(number, signal.SIG_IGN)  # without a handler it would end the tests
+    previous = signal.signal(number, lambda *_: None)  # without a handler it would end the tests
     sender = Thread(target=send_after_three_steps, args=(run_dir, os.getpid(), number))
     sender.start()
     try:
@@ -248,6 +249,7 @@ def train_in_this_process(arguments: list[str], run_dir: Path, number: signal.Si
         (signal.SIGINT, train_in_another_process),
         (signal.SIGTERM, train_in_this_process),
         (signal.SIGUSR1, train_in_this_process),
+        (signal.SIGHUP, train_in_this_process),
     ],
 )
 def test_a_signal_saves_and_exits_3_and_the_resumed_run_gives_the_same_bytes(
@@ -273,6 +275,32 @@ def test_a_signal_saves_and_exits_3_and_the_resumed_run_gives_the_same_bytes(
     assert main(["train", *options, steps, "--run-dir", str(uninterrupted)]) == 0
     final = f"checkpoints/step-{step + 3:08d}/model-00000.safetensors"
     assert (stopped / final).read_bytes() == (uninterrupted / final).read_bytes()
+
+
+def test_under_nohup_sighup_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert signal.SIGHUP in stop_signals()
+    monkeypatch.setattr(signal, "getsignal", lambda _: signal.SIG_IGN)
+    assert signal.SIGHUP not in stop_signals()
+    assert signal.SIGTERM in stop_signals()
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_closed_pipe_ends_no_training(stops: bool, shards: Path, tmp_path: Path) -> None:
+    """Neither stdout nor stderr can be written; one run is stopped by SIGHUP, one finishes."""
+    run_dir = tmp_path / "run"
+    options = [*SMALL, f"data.source={shards}", "track.log_every=1", "track.prompt="]
+    options += [f"train.steps={1_000_000 if stops else 4}", "--run-dir", str(run_dir)]
+    command = [sys.executable, "-m", "longspan", "train", *options]
+    reader, writer = os.pipe()
+    process = subprocess.Popen(command, stdout=writer, stderr=writer)
+    os.close(reader)
+    os.close(writer)
+    if stops:
+        send_after_three_steps(run_dir, process.pid, signal.SIGHUP)
+    assert process.wait(timeout=120) == (3 if stops else 0)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines][:3] == [1, 2, 3]
+    assert len(list((run_dir / "checkpoints").iterdir())) == 1
 
 
 def test_ctrl_c_twice_in_a_terminal_stops_at_once_and_each_message_has_its_own_line(

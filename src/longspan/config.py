@@ -280,8 +280,14 @@ class Train(Section):
     max_rollbacks: NonNegative = 3
     """Maximum number of rollbacks before the run fails."""
     hang_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Seconds without progress after which the watchdog reports where every rank is and ends the
-    run."""
+    """Seconds without progress in a step after which the watchdog reports where every rank is and
+    ends the run."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """The same for the start, up to the end of the first step: restoring, compiling."""
+    save_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """The same while training waits for a checkpoint to be written."""
+    eval_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """The same for each batch of an evaluation."""
     halve_on_oom: bool = False
     """Continues an out-of-memory run from its newest checkpoint with half the micro-batch and the
     same global batch."""

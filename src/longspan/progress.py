@@ -5,6 +5,8 @@ Imports no torch, so that it can be shown while torch is imported.
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, suppress
@@ -44,19 +46,32 @@ def measuring(text: str) -> Live:
 
 
 class _Tolerant:
-    """A stream whose `write` and `flush` raise no OSError."""
+    """A stream whose `write` and `flush` raise no OSError.
+
+    A closed pipe or terminal is replaced by /dev/null, so that what is buffered raises nothing at
+    the end of the process either.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        with suppress(OSError):
+        with self._tolerance():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        with suppress(OSError):
+        with self._tolerance():
             self._stream.flush()
+
+    @contextmanager
+    def _tolerance(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO):
+                with suppress(OSError), open(os.devnull, "wb") as nowhere:
+                    os.dup2(nowhere.fileno(), self._stream.fileno())
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)

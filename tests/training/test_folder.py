@@ -165,6 +165,7 @@ def test_a_run_whose_start_failed_starts_again(
     assert (run_dir / "run.toml").exists() == (visit == 4)
     monkeypatch.delenv(FAULT)
     wreck(run_dir, "heartbeats/rank-00007", ".env.json.123.tmp", "tokenizer.json")
+    wreck(run_dir, "checkpoints/.step-00000009.tmp/", "checkpoints/.step-00000001.removed/")
     option = "--resume" if visit % 2 else "--run-dir"  # as schedulers do, and people
     assert main(["train", str(file), option, str(run_dir)]) == 0
     left = {path.name for path in run_dir.iterdir()}
@@ -172,6 +173,7 @@ def test_a_run_whose_start_failed_starts_again(
         "run.toml", "env.json", "metrics.jsonl", "history.jsonl", "heartbeats", "checkpoints",
     }  # fmt: skip
     assert [path.name for path in (run_dir / "heartbeats").iterdir()] == ["rank-00000"]
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000002"]
 
 
 def test_folders_of_killed_launchers_are_removed(

@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 
 import pytest
 
+from longspan.config import Train
 from longspan.faults import fault_point
 from longspan.parallel.world import World
-from longspan.training.watchdog import Heartbeat, Watchdog
+from longspan.training import watchdog
+from longspan.training.watchdog import Heartbeat, Watchdog, start_limit
 from tests.disk import small_disk
 
 HANG = """
 import sys, time
 from pathlib import Path
 from longspan.faults import fault_point
+from longspan.config import Train
 from longspan.parallel.world import World
 from longspan.training.watchdog import Watchdog
-with Watchdog(Path(sys.argv[1]), World(), 1.0, 0):
+with Watchdog(Path(sys.argv[1]), World(), Train(start_timeout_s=1), 0):
     if sys.argv[2] == "at a fault point":
         fault_point("data")
     time.sleep(60)
@@ -49,7 +54,7 @@ def test_heartbeats_survive_a_disk_that_cannot_be_written(
         path = disk.path / "heartbeats" / "rank-00000"
         path.parent.mkdir()
         disk.fill() if fault == "full" else disk.remount("ro")
-        with Watchdog(disk.path, World(), 60.0, 0):
+        with Watchdog(disk.path, World(), Train(), 0):
             fault_point("step")
             fault_point("step")
             assert Heartbeat.read(path) is None
@@ -60,3 +65,62 @@ def test_heartbeats_survive_a_disk_that_cannot_be_written(
             assert (beat.count, beat.steps, beat.point) == (3, 3, "step")
     reason = "No space left on device" if fault == "full" else "Read-only file system"
     assert capfd.readouterr().err.count(f"cannot write {path}: {reason}") == 1
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch) -> Event:
+    """Set when the process would have ended."""
+    found, real = Event(), os
+
+    class System:
+        def __getattr__(self, name: str) -> object:
+            return getattr(real, name)
+
+        def _exit(self, code: int) -> None:
+            assert code == 1
+            found.set()
+            sys.exit()  # the thread
+
+    monkeypatch.setattr(watchdog, "os", System())
+    return found
+
+
+PHASES = {
+    "start_timeout_s": ["data"],
+    "hang_timeout_s": ["step", "evaluation", "data"],
+    "save_timeout_s": ["step", "staging", "saving"],
+    "eval_timeout_s": ["step", "evaluation"],
+}
+"""Points after which a limit applies."""
+
+
+@pytest.mark.parametrize("key", PHASES)
+@pytest.mark.parametrize("is_over", [True, False])
+def test_each_phase_has_a_limit_of_its_own(
+    key: str, is_over: bool, tmp_path: Path, ended: Event, capsys: pytest.CaptureFixture[str]
+) -> None:
+    limits = {name: 0.2 if (name == key) == is_over else 600.0 for name in PHASES}
+    with Watchdog(tmp_path, World(), Train.model_validate(limits), 0):
+        for point in PHASES[key]:
+            fault_point(point)
+        for _ in range(100 if is_over else 10):
+            if key == "save_timeout_s":
+                fault_point("saving")  # as the loop does that waits for a file system that hangs
+            if ended.wait(0.05):
+                break
+    assert ended.is_set() == is_over
+    message = f"no progress on rank 0 for 0.2 s (train.{key}); furthest behind is rank 0 at"
+    assert (message in capsys.readouterr().err) == is_over
+
+
+def test_a_start_that_hangs_is_ended_unless_it_reaches_points(
+    ended: Event, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with start_limit(1.0) as started:
+        for _ in range(6):
+            fault_point("verifying")
+            assert not ended.wait(0.25)
+        started()
+    with start_limit(0.1):
+        assert ended.wait(20)
+    assert "no progress at the start for 0.1 s (train.start_timeout_s)" in capsys.readouterr().err

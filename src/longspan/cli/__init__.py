@@ -13,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from longspan.cli.arguments import parse
 from longspan.cli.verbs import DONE, FAILED
 from longspan.errors import Diverged, OutOfMemory, SaveFailed, Stopped, UserError
+from longspan.progress import tolerant_stderr
 
 WRONG_INPUT, STOPPED = 2, 3
 
 
+@tolerant_stderr()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = parse(argv)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -11,12 +12,15 @@ from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from longspan.errors import Diverged, UserError
 from longspan.hardware import may_have_gpu
 from longspan.progress import loading, waiting
 from longspan.wording import counted
+
+if TYPE_CHECKING:
+    from longspan.training import Result
 
 DONE, FAILED = 0, 1
 """Exit codes of a command."""
@@ -94,7 +98,15 @@ def train(args: argparse.Namespace) -> None:
     result = train(run, run_dir, resume=args.resume is not None, world=world)
     if not world.is_main:
         return
-    if args.json:
+    try:
+        _print_result(result, as_json=args.json)
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads it, but the run is done
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _print_result(result: Result, *, as_json: bool) -> None:
+    if as_json:
         print(json.dumps(asdict(result)))
         return
     if result.sample is not None:
@@ -157,14 +169,15 @@ def _train_in_processes(args: argparse.Namespace, run_dir: Path) -> None:
 def _train_with_restarts(args: argparse.Namespace, run_dir: Path, lock: int) -> int:
     import signal
 
-    from longspan.launching.local import FORWARDED, run_processes
+    from longspan.launching.local import run_processes
+    from longspan.stop_signals import stop_signals
     from longspan.tracking import HISTORY, History, exit_reason
 
     program = [sys.executable, "-m", "longspan", "train", *args.items]
     options = ["--json"] if args.json else []
     restarts_left, received = args.restarts, list[int]()
     if restarts_left:
-        for number in FORWARDED:  # also between two starts
+        for number in stop_signals():  # also between two starts
             signal.signal(number, lambda number, _: received.append(number))
     while True:
         resumes = args.resume or (run_dir / "run.toml").exists()

@@ -23,12 +23,10 @@ from types import FrameType, TracebackType
 from longspan.faults import LAUNCHER_PID
 from longspan.locking import INHERITED
 from longspan.loopback import STORE, loopback_only
+from longspan.stop_signals import stop_signals
 
 GRACE_S = 5.0
 """How long the other ranks may take to exit once one has failed."""
-
-FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that are forwarded to the ranks, which save a checkpoint and stop."""
 
 TEMPORARY = "longspan-launch-"
 """Prefix of a launcher's temporary folder, which only its user can read: logs and rendezvous."""
@@ -80,7 +78,7 @@ def run_processes(
             if process.poll() is None:
                 process.send_signal(number)
 
-    previous = {s: signal.signal(s, forward) for s in FORWARDED}
+    previous = {s: signal.signal(s, forward) for s in stop_signals()}
     try:
         for rank in range(nproc):
             rank_environment = {

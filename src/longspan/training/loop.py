@@ -52,7 +52,7 @@ from longspan.training.signals import StopRequests
 from longspan.training.state import TrainState, newest_intact, resume_key
 from longspan.training.step import forward_context, train_step
 from longspan.training.verified_data import open_verified_source
-from longspan.training.watchdog import Watchdog
+from longspan.training.watchdog import Watchdog, start_limit, time_limits
 
 CAUSE_WIDTH = 160
 
@@ -100,8 +100,14 @@ def _train_until_it_fits(run: Run, run_dir: Path, world: World, *, resume: bool)
         try:
             with (
                 waiting("preparing model and data", quiet=not world.is_main) as preparing,
-                open_mesh(run.layout, world, device, run.train.hang_timeout_s) as mesh,
+                start_limit(run.train.start_timeout_s) as started,
+                open_mesh(run.layout, world, device, max(time_limits(run.train))) as mesh,
             ):
+
+                def end_start() -> None:
+                    preparing.stop()
+                    started()
+
                 return _train(
                     fitting,
                     given,
@@ -110,7 +116,7 @@ def _train_until_it_fits(run: Run, run_dir: Path, world: World, *, resume: bool)
                     mesh,
                     resume=resume,
                     show=preparing.update,
-                    on_ready=preparing.stop,
+                    on_ready=end_start,
                 )
         except OutOfMemory as error:
             if not halve_micro_batch(fitting.train, run_dir):
@@ -175,7 +181,7 @@ def _train(
         _record_failure(History(run_dir / HISTORY), state, run, device),  # of any rank
         History(run_dir / HISTORY if is_main else None) as history,
         StopRequests(run_dir if is_main else None) as requests,
-        Watchdog(run_dir, mesh.world, settings.hang_timeout_s, state.step) as watchdog,
+        Watchdog(run_dir, mesh.world, settings, state.step) as watchdog,
         MetricsFile(run_dir / "metrics.jsonl" if is_main else None, step=state.step) as metrics,
         Reporter(steps=settings.steps, done=state.step, silent=not is_main) as reporter,
         Prefetcher(source, settings.seed, mesh.local_samples, device) as data,

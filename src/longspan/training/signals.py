@@ -1,7 +1,8 @@
 """Requests to a run from outside: signals, and files in its folder.
 
-The first Ctrl-C, SIGTERM or SIGUSR1 asks it to save and stop; the second stops it at once. `touch
-RUN_DIR/STOP` also asks it to stop, `touch RUN_DIR/SAVE` to save only; the files are then removed.
+The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 asks it to save and stop; the second stops it at once.
+`touch RUN_DIR/STOP` also asks it to stop, `touch RUN_DIR/SAVE` to save only; the files are then
+removed.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+from longspan.stop_signals import stop_signals
 
 
 class StopRequests:
@@ -29,7 +31,7 @@ class StopRequests:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> StopRequests:
-        self._previous = {s: signal.signal(s, self._handle) for s in _SIGNALS}
+        self._previous = {s: signal.signal(s, self._handle) for s in stop_signals()}
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -58,4 +60,5 @@ class StopRequests:
         # In a terminal the message replaces the progress bar and "^C"; the bar follows below it.
         clear = b"\r\x1b[2K" if os.isatty(2) else b""
         # os.write, as print may be interrupted by this very handler
-        os.write(2, clear + b"stopping after this step; press Ctrl-C again to stop at once\n")
+        with suppress(OSError):  # after SIGHUP the terminal is gone
+            os.write(2, clear + b"stopping after this step; press Ctrl-C again to stop at once\n")

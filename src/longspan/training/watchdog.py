@@ -1,7 +1,8 @@
 """The watchdog: ends a run that hangs, and says where.
 
 Each rank writes the last point it has reached (`faults.fault_point`) into a heartbeat file. A
-thread watches its own rank: when that has made no progress for `train.hang_timeout_s`, some rank
+thread watches its own rank: when that has made no progress for `train.hang_timeout_s`, or what the
+start, a save or an evaluation may take (`LIMITS`), some rank
 does not reach a collective that the others wait in. The thread reads all heartbeats, names the rank
 that is furthest behind and the collective that this one is blocked in, dumps this process's stacks
 and ends it, so that the launcher ends all ranks and a scheduler can restart the run. After a
@@ -14,12 +15,14 @@ import faulthandler
 import os
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event, Thread
 
 from longspan import faults
+from longspan.config import Train
 from longspan.parallel.flight_recorder import pending_collective
 from longspan.parallel.world import World
 from longspan.tracking import HISTORY, DiskErrors, History
@@ -27,6 +30,10 @@ from longspan.tracking import HISTORY, DiskErrors, History
 HEARTBEATS = "heartbeats"
 UNWATCHED = ("writing", "commit", "pruning")
 """Points that threads reach, or rank 0 alone: they do not tell who is behind."""
+LIMITS = {"staging": "save_timeout_s", "saving": "save_timeout_s", "evaluation": "eval_timeout_s"}
+"""Keys of [train] by the point after which they apply; after others it is hang_timeout_s."""
+START = "start_timeout_s"
+"""The key that applies until the first step is done."""
 POLL_S = 5.0
 """The longest time between two checks."""
 
@@ -65,11 +72,48 @@ def heartbeat_path(run_dir: Path, rank: int) -> Path:
     return run_dir / HEARTBEATS / f"rank-{rank:05d}"
 
 
+def time_limits(settings: Train) -> list[float]:
+    """All time limits of the watchdog, in seconds."""
+    return [getattr(settings, key) for key in (START, "hang_timeout_s", *LIMITS.values())]
+
+
+@contextmanager
+def start_limit(seconds: float) -> Iterator[Callable[[], None]]:
+    """End this process if it reaches no point for `seconds`, until the yielded function is called.
+
+    Before a run has started it has no folder to write heartbeats to.
+    """
+    progressed, done = time.monotonic(), Event()
+
+    def beat(point: str) -> None:
+        nonlocal progressed
+        progressed = time.monotonic()
+
+    def watch() -> None:
+        while not done.wait(min(POLL_S, seconds / 4)):
+            if time.monotonic() - progressed > seconds:
+                try:
+                    text = f"longspan: no progress at the start for {seconds:g} s (train.{START})"
+                    print(f"{text}. Stacks:", file=sys.stderr, flush=True)
+                    faulthandler.dump_traceback(sys.stderr)
+                finally:
+                    os._exit(1)
+
+    faults.set_listener(beat)
+    Thread(target=watch, daemon=True).start()
+    try:
+        yield done.set
+    finally:
+        done.set()
+        faults.set_listener(None)
+
+
 class Watchdog:
     """Watches this rank while entered. `steps`: those that the run has done."""
 
-    def __init__(self, run_dir: Path, world: World, seconds: float, steps: int) -> None:
-        self._folder, self._rank, self._seconds = run_dir / HEARTBEATS, world.rank, seconds
+    def __init__(self, run_dir: Path, world: World, settings: Train, steps: int) -> None:
+        self._folder, self._rank, self._settings = run_dir / HEARTBEATS, world.rank, settings
+        self._key, self._point = START, ""
         # By name, not by listing: an earlier start may have had more ranks.
         self._paths = [heartbeat_path(run_dir, rank) for rank in range(world.size)]
         self._path = self._paths[world.rank]
@@ -77,7 +121,7 @@ class Watchdog:
         before = Heartbeat.read(self._path)
         self.steps_before = before.steps if before else 0
         """Steps that were done when the run ended the last time."""
-        self._poll_s = min(POLL_S, seconds / 4)
+        self._poll_s = min(POLL_S, min(time_limits(settings)) / 4)
         self._has_warned = False
         self._done = Event()
         self._thread = Thread(target=self._watch, daemon=True)
@@ -101,8 +145,12 @@ class Watchdog:
         if point in UNWATCHED:
             return
         self._count += 1
-        self._progressed, self._has_warned = time.monotonic(), False
+        if (self._point, point) != ("saving", "saving"):  # that is one save, which waits
+            self._progressed, self._has_warned = time.monotonic(), False
         self.steps += point == "step"
+        if self._key != START or point == "step":
+            self._key = LIMITS.get(point, "hang_timeout_s")
+        self._point = point
         text = f"{self._count} {time.time():.3f} {self.steps} {point}"
         with self._disk_errors:
             self._write(text.ljust(100).encode())
@@ -128,9 +176,10 @@ class Watchdog:
             with suppress(OSError):
                 os.utime(self._path)  # this process runs, wherever it is blocked
             idle = time.monotonic() - self._progressed
-            if idle > self._seconds:
+            limit = getattr(self._settings, self._key)
+            if idle > limit:
                 self._end()
-            elif idle > self._seconds / 4 and self._rank == 0 and not self._has_warned:
+            elif idle > limit / 4 and self._rank == 0 and not self._has_warned:
                 self._warn()
 
     def _heartbeats(self) -> list[Heartbeat]:
@@ -160,7 +209,8 @@ class Watchdog:
         pending = pending_collective()
         blocked = f", which is blocked in {pending}" if pending else ""
         print(
-            f"longspan: no progress on rank {self._rank} for {self._seconds:g} s{blocked}; "
+            f"longspan: no progress on rank {self._rank} for "
+            f"{getattr(self._settings, self._key):g} s{blocked} (train.{self._key}); "
             f"furthest behind is {behind}. All ranks: {'; '.join(map(str, beats[:16]))}. "
             f"Stacks of rank {self._rank}:",
             file=sys.stderr,
