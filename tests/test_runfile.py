@@ -376,8 +376,8 @@ def test_a_pattern_that_does_not_reach_the_context_is_warned_of() -> None:
     segments = ["attention.segment_lengths=[2048,8192]", "attention.dilation_rates=[1,4]"]
     run = load_run(None, ["model.preset=125m", "data.context=32768", *segments])
     text = derived_values(run, run.layout.resolve(1))["reach"]
-    assert "12 layers the last token depends on 8,192 of 32,768 tokens; warning:" in text
+    assert "12 layers the last token depends on tokens at most 8,192 back, of 32,768; w" in text
     window = ["attention.kind=block_sparse", "attention.local_window=1024"]
     text = derived_values(load_run(None, window), run.layout.resolve(1))["reach"]
-    assert "2 layers the last token depends on 1,920 of 4,096 tokens; warning:" in text
+    assert "2 layers the last token depends on tokens at most 1,920 back, of 4,096; w" in text
     assert "warning" not in derived_values(load_run(None), run.layout.resolve(1))["reach"]

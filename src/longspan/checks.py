@@ -53,7 +53,7 @@ def layout_problems(ranks: Mapping[str, int], world: int) -> list[str]:
         there = "there is 1" if world == 1 else f"there are {world}"
         return [
             f"{product or 'one rank per axis'} needs {needed}, but {there}: change the layout, or "
-            f"start {fixed} processes, as with --nproc {fixed}"
+            f"start {fixed} processes (--nproc {fixed}; of a plan: --gpus {fixed})"
             if fixed > 1
             else f"one rank per axis needs 1 process, but {there}: set an axis, such as "
             f"layout.shard={world}"

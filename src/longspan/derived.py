@@ -53,13 +53,13 @@ def _warmup_text(train: Train) -> str:
 
 
 def reach_text(run: Run) -> str:
-    """How much of the context the last token depends on, with a warning if that is not all."""
+    """How far back the last token looks, with a warning if that is not the whole context."""
     from longspan.attention.pattern import pattern_of, reach  # loads torch
 
     layers, context = run.model.layers, run.data.context
     tokens = reach([pattern_of(run.attention)] * layers, context, run.model.heads)
     depth = "1 layer" if layers == 1 else f"{layers} layers"
-    text = f"over {depth} the last token depends on {tokens:,} of {context:,} tokens"
+    text = f"over {depth} the last token depends on tokens at most {tokens:,} back, of {context:,}"
     if tokens == context:
         return text
     change = {

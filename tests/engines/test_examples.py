@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
+from longspan.errors import UserError
 from longspan.launching.local import run_processes
 from longspan.models import create_model
 from tests.launching.test_elastic import free_port
@@ -52,3 +54,12 @@ def test_create_model_takes_overrides_as_a_run_does() -> None:
     assert model.embedding.weight.shape == (256, 32)
     with pytest.raises(ValueError, match="expected one run file"):
         create_model("a.toml", "b.toml")
+
+
+def test_create_model_does_not_pretend_to_load_weights(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 256}
+    config = {"model_type": "llama", **shape, "intermediate_size": 128, "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    options = ["model.layers=1", "model.hidden=32", "model.heads=2", f"train.init_from={tmp_path}"]
+    with pytest.raises(UserError, match="create_model initialises a model from"):
+        create_model(*options)

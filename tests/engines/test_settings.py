@@ -285,6 +285,11 @@ def test_two_fields_that_ask_for_different_values_of_a_key_are_refused(tmp_path:
         },
         {"zero_optimization": True},
         {"zero_optimization": {"stage": "two", "reduce_bucket_size": "big"}},
+        {"zero_optimization": {"stage": 9}},
+        {"zero_optimization": {"stage": "3"}},
+        {"gradient_clipping": "1"},
+        {"train_bach_size": "auto"},
+        {"zero_optimization": {"stge": None}},
         {"scheduler": {"type": ["WarmupLR"]}},
         {"fp16": {"enabled": True}},  # on a CPU
         {"torch_autocast": {"enabled": True, "dtype": "int8"}},
@@ -348,7 +353,7 @@ def test_a_file_may_not_change_what_is_computed(tmp_path: Path, added: dict[str,
         settings(f"engine.deepspeed_config={tmp_path / 'ds.json'}")
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"a": NaN'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"a": NaN', '{"gradient_clipping": NaN}'])
 def test_an_invalid_file_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "ds.json").write_text(text)
     with pytest.raises(UserError, match=r"ds\.json"):

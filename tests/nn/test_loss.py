@@ -89,3 +89,11 @@ def test_wrong_shapes_are_refused() -> None:
         cross_entropy_sum(
             torch.zeros(2, 3, 4), torch.zeros(7, 5), torch.zeros(2, 3, dtype=torch.int64)
         )
+
+
+def test_negative_targets_other_than_the_ignored_one_are_errors() -> None:
+    hidden, weight = torch.randn(4, 8), torch.randn(16, 8)
+    assert cross_entropy_sum(hidden, weight, torch.full((4,), -100)) == 0
+    for target in (-1, -2, 16):
+        with pytest.raises((RuntimeError, IndexError)):
+            cross_entropy_sum(hidden, weight, torch.full((4,), target))

@@ -86,11 +86,11 @@ class Pattern(ABC):
 
 
 def reach(patterns: Iterable[Pattern], tokens: int, heads: int) -> int:
-    """How many tokens, itself included, the last token of a sequence depends on.
+    """How many tokens back, itself included, the last token of a sequence can depend on.
 
     `patterns` has one pattern per causal layer, the first layer first. Each layer extends the
-    interval of positions that the last token depends on to the earliest key that any of them sees;
-    of random blocks, which need not connect all positions of it, this is an upper bound.
+    interval of positions that the last token depends on to the earliest key that any of them sees.
+    This is an upper bound: a pattern need not connect all positions of the interval.
     """
     first = tokens - 1
     for pattern in reversed(list(patterns)):

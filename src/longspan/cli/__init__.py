@@ -6,6 +6,8 @@ under a torchrun with restarts); 1 anything else.
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -22,6 +24,9 @@ WRONG_INPUT, STOPPED = 2, 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = parse(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # of a terminal that cannot show every character
+            stream.reconfigure(errors="replace")
     try:
         _check_text(vars(args))
         args.verb(args)
@@ -45,6 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return FAILED
     except BrokenPipeError:  # the reader closed the pipe; keep the interpreter from flushing to it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    except OSError as error:
+        if error.errno != errno.ENOSPC or error.filename is not None:
+            raise
+        print(f"longspan: cannot write the output: {error.strerror}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
         print("longspan: interrupted; nothing more was saved", file=sys.stderr)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.wording import counted
@@ -87,13 +89,17 @@ def _problems(settings: Settings, fields: Fields, run: Run) -> Iterator[tuple[st
         if field.problem:
             yield name, f"{show(value)}: {field.problem}"
             continue
-        if clash := next((k for k, v in field.keys.items() if wanted.get(k, (0, v))[1] != v), None):
+        clashes = (k for k, v in field.keys.items() if k in wanted and wanted[k][1] != v)
+        if clash := next(clashes, None):
             other, theirs = wanted[clash]
             yield (
                 name,
                 f"{show(value)} needs {clash} = {show(field.keys[clash])}, but {other} needs "
                 f'{show(theirs)}: change one of them, or set it to "auto"',
             )
+            continue
+        if wrong := next((k for k, v in field.keys.items() if not _may_be(run, k, v)), None):
+            yield name, f"{show(value)}: is not a value that {wrong} can have"
             continue
         wanted |= {key: (name, key_value) for key, key_value in field.keys.items()}
         if not field.agrees:
@@ -113,6 +119,16 @@ def _value(run: Run, key: str) -> Any:
     return getattr(getattr(run, section), name)
 
 
+def _may_be(run: Run, key: str, value: Any) -> bool:
+    section, name = key.split(".")
+    table = getattr(run, section)
+    try:
+        type(table).model_validate({**table.model_dump(), name: value})
+    except ValidationError:
+        return False
+    return True
+
+
 def _leaves(table: Settings, fields: Fields, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The dotted name and value of every field that says something.
 
@@ -121,6 +137,8 @@ def _leaves(table: Settings, fields: Fields, prefix: str = "") -> Iterator[tuple
     for key, value in table.items():
         name = f"{prefix}{key}"
         if value is None or value == AUTO:
+            is_table = any(field.startswith(f"{name}.") for field in fields)
+            yield from [] if name in fields or is_table else [(name, value)]
             continue
         if not isinstance(value, Mapping):
             yield name, value

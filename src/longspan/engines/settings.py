@@ -5,7 +5,6 @@ A user's own files are checked field by field; what contradicts the run file is 
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from longspan.config import Layout, Run
 from longspan.costs import count_parameters
 from longspan.engines.accelerate_fields import check_accelerate
-from longspan.engines.agreement import AUTO, Settings, check_agreement
+from longspan.engines.agreement import AUTO, Settings, check_agreement, show
 from longspan.engines.deepspeed_fields import (
     AUTOCAST,
     NOT_UNDER_AUTOCAST,
@@ -23,6 +22,10 @@ from longspan.engines.deepspeed_fields import (
     scheduler_type,
 )
 from longspan.errors import UserError
+from longspan.files import parse_json_object, read_bounded
+
+MAX_CONFIG_BYTES = 1 << 20
+"""Size limit of a DeepSpeed or Accelerate configuration; real ones have a few kilobytes."""
 
 
 def zero_stage(layout: Layout, ranks: Mapping[str, int]) -> int:
@@ -140,12 +143,13 @@ def _read(key: str, path: str) -> Settings:
     import yaml
 
     try:
-        text = Path(path).read_text(encoding="utf-8")
-        found = json.loads(text) if key == "deepspeed_config" else yaml.safe_load(text)
+        content = read_bounded(Path(path), MAX_CONFIG_BYTES)
+        is_json = key == "deepspeed_config"
+        found = parse_json_object(content) if is_json else yaml.safe_load(content.decode())
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise UserError(f"cannot read engine.{key} = {path}: {error}") from error
     if not isinstance(found, dict):
-        raise UserError(f"{path} must hold a table, got a {type(found).__name__}")
+        raise UserError(f"{path} must hold a table, got {show(found)}")
     return found
 
 

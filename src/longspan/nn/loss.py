@@ -109,7 +109,8 @@ def _losses_and_dlogits(logits: Tensor, target: Tensor, needs_grad: bool) -> tup
     At the target, p − 1 is computed by expm1: rounding p first would lose it for p near 1.
     """
     exact = accumulation_dtype(logits)
-    index = target.clamp(min=0)[:, None]
+    # Other negative targets must fail in gather, not be taken for token 0.
+    index = target.where(target != IGNORE_INDEX, 0)[:, None]
     log_p = logits.log_softmax(-1, dtype=exact)  # (tokens, vocab)
     target_log_p = log_p.gather(1, index)
     if needs_grad:
