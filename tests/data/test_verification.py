@@ -135,6 +135,17 @@ def test_a_shard_is_read_again_only_if_it_has_changed(
     assert sorted(read) == files
 
 
+def test_a_user_without_a_home_gets_no_folder_named_tilde(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)  # as for a uid without a name
+    (folder / CACHE).mkdir()
+    verify(folder)
+    assert not (tmp_path / "~").exists()
+
+
 @pytest.mark.parametrize("content", ["[]", "{", '{"train-00000.bin": 3}', "null"])
 def test_a_broken_cache_is_ignored(folder: Path, content: str) -> None:
     (folder / CACHE).write_text(content)

@@ -126,7 +126,8 @@ def _cache_paths(folder: Path) -> list[Path]:
     """Where it may be remembered: next to the shards, or in the user's cache folder."""
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    return [folder / CACHE, Path(home, "longspan", "verified", f"{name}.json")]
+    paths = [folder / CACHE, Path(home, "longspan", "verified", f"{name}.json")]
+    return [path for path in paths if path.parent == folder or path.is_absolute()]  # no user: "~"
 
 
 def _read_cache(folder: Path) -> dict[str, Any]:
