@@ -84,7 +84,7 @@ def remove(shards: Path) -> None:
             "no effect with attention.kind",
         ),
         (["missing.toml"], "cannot read the run file missing.toml: No such file"),
-        (["data.source=nowhere"], "cannot read nowhere/index.json: No such file"),
+        (["data.source=nowhere"], "cannot read nowhere/index.json: it does not exist"),
         (["data.source=" + 300 * "x"], "File name too long"),
         (["--resume", "typo"], "typo is not a run folder: it has no run.toml"),
         (["--resume", "{shards}"], "is not a run folder: it has no run.toml"),
