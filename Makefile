@@ -20,9 +20,10 @@ format: $(VENV)/.development
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Longer than `make test`: ten thousand broken manifests, run files and folders of shards, and a run
-# broken forty times.
+# Longer than `make test`: crafted checkpoints, Hugging Face folders, token shards, tokenizers and
+# run files; and a run broken forty times.
 fuzz: $(VENV)/.development
+	LONGSPAN_FUZZ_CASES=100000 $(BIN)/python -m pytest tests/test_fuzz.py
 	LONGSPAN_FUZZ_CASES=10000 $(BIN)/python -m pytest tests/test_security.py tests/data/test_fuzz.py
 
 drill: $(VENV)/.development

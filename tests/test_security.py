@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
 import json
 import os
 import random
@@ -15,7 +14,7 @@ import torch
 
 from longspan import checkpoint
 from longspan.checkpoint import TensorShard
-from longspan.checkpoint.format import Manifest, _canonical
+from longspan.checkpoint.format import Manifest
 from longspan.errors import UserError
 from longspan.runfile import load_run
 
@@ -60,70 +59,6 @@ torch.load(f); yaml.load(x); eval("1"); subprocess.run("ls", shell=True)
 """
     names = ["pickle", "cloudpickle", "torch.load", "yaml.load", "eval", "shell="]
     assert sorted(dangerous(ast.parse(source))) == sorted(names)
-
-
-VALUES: list[Any] = [
-    None, True, -1, 0, 1, 2**63, 10**400, 1.5, float("nan"), "", "x", "../../etc/passwd", "/tmp/x",
-    "\x00", "ä" * 300, [], {}, [[]], {"a": None}, [0] * 1000, "model-00000.safetensors", "F32",
-]  # fmt: skip
-
-
-def mutated(value: Any, rng: random.Random) -> Any:
-    """Return `value` with something replaced, removed, duplicated or renamed."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        key = rng.choice(sorted(value))
-        changed = dict(value)
-        match rng.randrange(5):
-            case 0:
-                del changed[key]
-            case 1:
-                changed[str(rng.choice(VALUES))[:50]] = changed.pop(key)
-            case _:
-                changed[key] = mutated(changed[key], rng)
-        return changed
-    if isinstance(value, list) and value and rng.random() < 0.8:
-        index = rng.randrange(len(value))
-        item = [mutated(value[index], rng)]
-        return value[:index] + item * rng.randrange(3) + value[index + 1 :]
-    return rng.choice(VALUES)
-
-
-def files_below(folder: Path) -> dict[str, bytes]:
-    return {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
-def test_a_malicious_manifest_is_rejected_or_harmless(tmp_path: Path) -> None:
-    """The checksum is valid, since an attacker can compute it."""
-    shards = {
-        "model/a": TensorShard.full(torch.arange(6.0).view(2, 3)),
-        "model/b": TensorShard.full(torch.zeros(4)),
-        "rng/cpu": TensorShard.full(torch.zeros(3)),
-    }
-    path = checkpoint.save(tmp_path / "run", 1, shards, {"samples": 1})
-    (tmp_path / "secret").write_text("not yours")
-    body = json.loads((path / "manifest.json").read_text())
-    del body["sha256"]
-    before, rng, rejected = files_below(tmp_path), random.Random(0), 0
-    for _ in range(CASES):
-        changed = body
-        for _ in range(rng.randint(1, 3)):
-            changed = mutated(changed, rng)
-        text = json.dumps(changed)
-        if isinstance(changed, dict):
-            digest = hashlib.sha256(_canonical(changed)).hexdigest()
-            text = json.dumps({**changed, "sha256": digest}, indent=1) + "\n"
-        (path / "manifest.json").write_text(text)
-        try:
-            saved = checkpoint.open_checkpoint(path)
-            saved.check()
-            for group in ("model", "rng"):
-                for name in saved.shapes(group):
-                    saved.read(f"{group}/{name}")
-        except UserError:
-            rejected += 1
-    assert rejected > CASES // 2
-    (path / "manifest.json").write_bytes(before[str(path / "manifest.json")])
-    assert files_below(tmp_path) == before
 
 
 def toml(value: Any) -> str:

@@ -218,7 +218,7 @@ def open_safetensors(path: Path, *, within: Path | None = None) -> Any:
         )
     try:
         return safe_open(path, "pt")
-    except SafetensorError as error:
+    except (SafetensorError, MemoryError) as error:  # it maps all of the file, however long
         raise UserError(f"{path} is not a valid safetensors file: {error}") from error
 
 

@@ -20,7 +20,8 @@ from longspan.data.build import build
 from longspan.data.source import TokenSource
 from longspan.errors import UserError
 from longspan.runfile import load_run
-from tests.test_security import CASES, files_below, mutated
+from tests.test_fuzz import files_below, mutated
+from tests.test_security import CASES
 
 WORDS = [f"w{n}" for n in range(300)]
 CONTEXT = 16
