@@ -248,6 +248,18 @@ def test_only_one_rank_of_a_machine_verifies(folder: Path) -> None:
         open_verified_source(run, ParallelMesh(Layout(), World(local_rank=0)))
 
 
+def test_verification_is_progress_only_while_it_advances(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the watchdog would end a start that reads terabytes, or never one on a dead disk."""
+    remaining, points = iter([9, 9, 9, 4, 4, 0]), list[str]()
+    monkeypatch.setattr(Verification, "wait", lambda self, seconds: next(remaining))
+    monkeypatch.setattr("longspan.training.verified_data.fault_point", points.append)
+    run = load_run(None, [*SMALL, f"data.source={folder}"])
+    open_verified_source(run, ParallelMesh(Layout(), World()))
+    assert points == ["verifying"] * 2
+
+
 def problem_of_rank(rank: int, world: int, folder: str) -> str:
     # Rank 1 is the first rank of a second machine, which alone has other data.
     source = folder if rank == 1 else "builtin"

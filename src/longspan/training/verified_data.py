@@ -34,6 +34,7 @@ def open_verified_source(
             problem = error
         if verification is not None:
             stack.enter_context(verification)
+        before = -1
         while True:
             remaining = 0
             if verification is not None:
@@ -47,5 +48,7 @@ def open_verified_source(
             if remaining == 0:
                 assert source is not None
                 return source
-            fault_point("verifying")  # progress, for the watchdog
+            if remaining != before:
+                fault_point("verifying")  # progress, for the watchdog; none if a disk hangs
+            before = remaining
             show(f"verifying the data: {remaining / 1e9:,.1f} GB left")
