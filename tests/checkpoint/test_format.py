@@ -242,7 +242,7 @@ def test_commit_fails_until_every_rank_has_written(tmp_path: Path) -> None:
     assert checkpoint.latest(tmp_path) is None
 
 
-@pytest.mark.parametrize("kind", ["large", "brackets", "nested", "twice"])
+@pytest.mark.parametrize("kind", ["large", "brackets", "lists", "nested", "twice"])
 def test_a_manifest_is_bounded_before_it_is_parsed(tmp_path: Path, kind: str) -> None:
     """A gigabyte took ten times its size in memory; a sparse file stands for it."""
     path = saved(tmp_path)
@@ -254,6 +254,10 @@ def test_a_manifest_is_bounded_before_it_is_parsed(tmp_path: Path, kind: str) ->
                 opened.truncate(1 << 40)
         case "brackets":
             file.write_text("[" * (8 << 20))
+        case "lists":
+            file.write_text(
+                text.replace('"state": {}', '"state": {"a": [' + "[]," * 999_999 + "0]}")
+            )
         case "nested":
             file.write_text(
                 text.replace('"state": {}', '"state": {"a":' + "[" * 99 + "]" * 99 + "}")
