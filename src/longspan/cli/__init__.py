@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"longspan: cannot write the output: {error.strerror}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:
-        print("longspan: interrupted; nothing more was saved", file=sys.stderr)
+        clear = "\r\x1b[2K" if sys.stderr.isatty() else ""  # of the "^C" that the terminal echoes
+        print(f"{clear}longspan: interrupted; nothing more was saved", file=sys.stderr)
         return FAILED
     return DONE
 
