@@ -161,7 +161,7 @@ def read_llama_config(folder: Path) -> LlamaConfig:
         )
     problems = [*_unsupported(fields), *_rope_problems(fields), *_head_dim_problems(fields)]
     values = {**fields, "rope_theta": _rope_thetas(fields)[0]}
-    values.setdefault("num_key_value_heads", fields.get("num_attention_heads"))
+    values.setdefault("num_key_value_heads", fields.get("num_attention_heads", 1))
     ours = fields.get("longspan")
     if ours is not None:
         values["attention"] = ours.get("attention") if isinstance(ours, dict) else ours
@@ -191,8 +191,9 @@ def _unsupported(fields: Mapping[str, Any]) -> Iterator[str]:
                 only = " or ".join(map(shown, SUPPORTED[name])) or "null"
                 yield f"{name} = {shown(value)} is not supported, only {only}: use another model"
         elif name not in HONOURED | HARMLESS:
+            plain = name if name.isidentifier() else shown(name)  # no control characters
             yield (
-                f"{name} = {shown(value)} is an unknown field: remove it from {CONFIG} if it does "
+                f"{plain} = {shown(value)} is an unknown field: remove it from {CONFIG} if it does "
                 "not change what the model computes"
             )
     layer_types = fields.get("layer_types", [])

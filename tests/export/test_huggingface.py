@@ -233,6 +233,7 @@ def test_a_resumed_run_does_not_need_the_folder_of_its_weights(
         ({"rope_parameters": 7}, "rope_parameters: expected a table, got 7"),
         ({"rms_norm_eps": "small"}, 'rms_norm_eps: Input should be a valid number, got "small"'),
         ({"hidden_size": ...}, "hidden_size: Field required"),
+        ({"a\x1b[31m": 1}, r'"a\u001b[31m" = 1 is an unknown field'),
     ],
     ids=lambda x: ",".join(x) if isinstance(x, dict) else "",
 )
@@ -320,6 +321,15 @@ def test_tensors_that_are_not_the_model_are_refused(
     run = run_of(1, *DENSE, *SHAPE, f"train.init_from={tmp_path}")
     with pytest.raises(UserError, match=message):
         huggingface.weight_reader(tmp_path, run)
+
+
+def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
+    llama = save_llama(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors["model.norm.weight"][3] = torch.nan
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"model\.norm\.weight in .* has NaN or infinite values"):
+        losses(llama, tmp_path)
 
 
 def test_tensors_that_repeat_others_are_accepted(tmp_path: Path) -> None:

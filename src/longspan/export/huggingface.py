@@ -228,6 +228,8 @@ def weight_reader(folder: Path, run: Run) -> Callable[[str, Region], Tensor]:
             values: Tensor = stored[region.slices_within(Region.full(tuple(stored.get_shape())))]
         except (OSError, SafetensorError) as error:
             raise UserError(f"cannot read {key} in {folder}: {error}") from error
+        if not values.isfinite().all():
+            raise UserError(f"{key} in {folder} has NaN or infinite values: use other weights")
         return values
 
     return read
