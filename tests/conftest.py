@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 if not torch.cuda.is_available():  # must be set before Triton and the kernels are imported
     os.environ["TRITON_INTERPRET"] = "1"
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would every process here
 
 from tests.harness import Ranks
 

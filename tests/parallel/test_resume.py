@@ -45,6 +45,7 @@ def load_and_save(rank: int, world: int, layout: list[str], folder: str, names: 
         for name in names:
             path = Path(folder, name, "checkpoints/step-00000002")
             state.restore(open_checkpoint(path))
+            Path(folder, "resaved").mkdir(exist_ok=True)
             pending = PendingCheckpoint(Path(folder, "resaved", name), 2)
             pending.write(state.tensor_shards(), rank)
             dist.barrier()
