@@ -12,9 +12,9 @@ import torch
 if not torch.cuda.is_available():  # must be set before Triton and the kernels are imported
     os.environ["TRITON_INTERPRET"] = "1"
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would every process here
-
 from tests.harness import Ranks
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would every process here
 
 
 @pytest.fixture(scope="session")
