@@ -295,9 +295,12 @@ def test_a_closed_pipe_ends_no_training(stops: bool, shards: Path, tmp_path: Pat
     process = subprocess.Popen(command, stdout=writer, stderr=writer)
     os.close(reader)
     os.close(writer)
-    if stops:
-        send_after_three_steps(run_dir, process.pid, signal.SIGHUP)
-    assert process.wait(timeout=120) == (3 if stops else 0)
+    try:
+        if stops:
+            send_after_three_steps(run_dir, process.pid, signal.SIGHUP)
+        assert process.wait(timeout=120) == (3 if stops else 0)
+    finally:
+        process.kill()
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines][:3] == [1, 2, 3]
     assert len(list((run_dir / "checkpoints").iterdir())) == 1
