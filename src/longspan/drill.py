@@ -43,6 +43,8 @@ EXIT_CODES = {"kill": 1, "kill_launcher": -9, "terminate": 3, "hang": 1, "disk_f
 TIMEOUT_S = 600.0
 HANG_TIMEOUT_S = 30.0
 STEPS_PER_NAN = 15
+NEW_RUNS = 0.2
+"""The share of faults that hit a new run before its first checkpoint."""
 FULL_NOTICED = r"No space left|IS NOT WRITTEN"
 """What the console says once a full disk has had an effect."""
 SPARE_BYTES = 4 << 20
@@ -58,6 +60,8 @@ class Fault:
     rank: int
     number: int
     damage: str | None = None
+    is_new: bool = False
+    """Whether the run is begun anew for it."""
 
     @property
     def spec(self) -> str:
@@ -71,7 +75,8 @@ class Fault:
             "hang": f"rank {self.rank} hangs",
             "disk_full": f"disk full on rank {self.rank}",
         }[self.action]
-        return f"{action}, {self.point}" + (f"; {self.damage}" if self.damage else "")
+        new = " of a new run" if self.is_new else ""
+        return f"{action}, {self.point}{new}" + (f"; {self.damage}" if self.damage else "")
 
 
 @dataclass(frozen=True)
@@ -171,6 +176,8 @@ class _Drill:
         self._problems: list[str] = []
         self._resumable_step, self._spec, self._disk_full_at = 0, "", 0
         self._launched = self._reference
+        self._rng_of_new_runs = random.Random()
+        self._rng_of_new_runs.setstate(rng.getstate())
         steps = range(2, run.train.steps)
         self._nan_steps = sorted(rng.sample(steps, max(1, len(steps) // STEPS_PER_NAN)))
 
@@ -208,7 +215,18 @@ class _Drill:
             disk = f"only save points raised ENOSPC: {self._disk_refused}"
         return Report(outcomes, self._nan_steps, a == b, self._problems, disk)
 
+    def _pick_of_new_run(self) -> Fault:
+        """Pick a fault between the start of a new run and its first checkpoint."""
+        rng = self._rng_of_new_runs
+        point = rng.choice(("start", "folder", "folder", "step"))
+        action = rng.choice(("kill", "kill_launcher"))
+        rank = 0 if point == "folder" else rng.randrange(self._nproc)
+        number = rng.randint(1, {"folder": 4, "step": self._run.checkpoint.every - 1}.get(point, 1))
+        return Fault(action, point, rank, number, is_new=True)
+
     def _pick(self) -> Fault:
+        if self._rng_of_new_runs.random() < NEW_RUNS:
+            return self._pick_of_new_run()
         rng, every = self._rng, self._run.checkpoint.every
         point = rng.choice(POINTS)
         action = "kill"
@@ -233,8 +251,11 @@ class _Drill:
             environment[FAULT_DISK] = str(self._disk)
         for quarantined in self._checkpoints.glob("bad-*"):
             shutil.rmtree(quarantined)
+        if fault.is_new:
+            shutil.rmtree(self._faulty, ignore_errors=True)
+            self._resumable_step = 0
         process = self._launch(self._faulty, environment)
-        self._watch(process, before)
+        self._watch(process, [] if fault.is_new else before)
         code: int | None = process.poll()
         if code is None:  # the run survives a full disk
             process.kill()
@@ -243,7 +264,8 @@ class _Drill:
         self._ballast.unlink(missing_ok=True)
         ended, at = time.time(), self._last_step()
         began = float(self._fault_log.read_text()) if self._fault_log.exists() else None
-        expected = EXIT_CODES.get(fault.action)
+        is_launcher = self._nproc == 1 and fault.action == "kill"
+        expected = -9 if is_launcher else EXIT_CODES.get(fault.action)
         if began is not None and code not in (expected, None):
             self._problems.append(f"{fault}: exit code {code}, expected {expected}")
         if began is None and code != 0:
@@ -310,7 +332,10 @@ class _Drill:
     def _rewind_if_almost_done(self) -> None:
         """Go back to the oldest checkpoint when few steps are left in which to inject a fault."""
         found = list_checkpoints(self._checkpoints)
-        if self._resumable_step < self._run.train.steps - 3 * self._run.checkpoint.every:
+        if (
+            not found
+            or self._resumable_step < self._run.train.steps - 3 * self._run.checkpoint.every
+        ):
             return
         for path in found[1:]:
             remove(path)
@@ -327,9 +352,8 @@ class _Drill:
 
     def _launch(self, run_dir: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
         self._spec, self._disk_full_at, self._launched = environment.get(FAULT, ""), 0, run_dir
-        resumes = (run_dir / "run.toml").exists()
         options = ["--nproc", str(self._nproc)] if self._nproc > 1 else []
-        options += ["--resume" if resumes else "--run-dir", str(run_dir)]
+        options += ["--resume", str(run_dir)]  # as a scheduler does, whatever is in the folder
         command = [sys.executable, "-m", "longspan", "train", str(self._run_file), *options]
         nan_steps = {NAN_STEPS: ",".join(map(str, self._nan_steps))}
         with self._console.open("wb") as log:
