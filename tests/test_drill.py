@@ -18,17 +18,19 @@ from tests.disk import small_disk
 
 
 def test_a_short_drill(capsys: pytest.CaptureFixture[str]) -> None:
-    """The seed fills the disk, then kills rank 0 while it removes a checkpoint, and damages one."""
-    options = ["train.steps=16", "checkpoint.every=2", "--nproc", "2", "--faults", "2"]
-    code = main(["drill", *options, "--seed", "806", "--json"])
+    """The seed kills a new run, fills the disk, then kills rank 0 while it removes a checkpoint."""
+    options = ["train.steps=16", "checkpoint.every=2", "--nproc", "2", "--faults", "3"]
+    code = main(["drill", *options, "--seed", "188917", "--json"])
     output = capsys.readouterr()
     report = json.loads(output.out)
     assert report["problems"] == []
     assert report["same_bytes"]
-    full, killed = report["outcomes"]
+    new, full, killed = report["outcomes"]
+    assert new["fault"] == "kill rank 0, folder of a new run"
+    assert (new["exit_code"], new["resumed_at"]) == (1, 0)
     if "was filled" in report["disk"]:  # this user may mount a file system
         assert (full["fault"], full["exit_code"]) == ("disk full on rank 1, step", None)
-    assert "fault 2 of 2: kill rank 0, pruning; flip a byte\n" in output.err
+    assert "fault 3 of 3: kill rank 0, pruning; flip a byte\n" in output.err
     assert killed["fault"] == "kill rank 0, pruning; flip a byte"
     assert killed["exit_code"] == 1
     assert killed["resumed_at"] > 0
