@@ -36,6 +36,16 @@ def test_a_correct_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(found["largest"] <= found["tolerance"] for found in report["comparisons"])
 
 
+def test_compressed_gradients_agree_within_wider_tolerances(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ["layout.shard=2", "layout.gradient_compression=bf16", "--steps", "2", "--json"]
+    assert main(["verify", *SMALL, *options]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert "gradients reduced in 16 bits" in report["reason"]
+    assert any(found["largest"] > 1e-5 for found in report["comparisons"])  # not those of float32
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -7,7 +7,6 @@ the run file.
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from pydantic import ValidationError
 
 from longspan.config import Run
 from longspan.errors import UserError
-from longspan.wording import counted
+from longspan.wording import counted, did_you_mean
 
 Settings = dict[str, Any]
 
@@ -76,8 +75,7 @@ def _problems(settings: Settings, fields: Fields, run: Run) -> Iterator[tuple[st
     wanted: dict[str, tuple[str, Any]] = {}  # by key of the run file: the field, and its value
     for name, value in _leaves(settings, fields):
         if name not in fields:
-            close = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {close[0]}?" if close else "remove it"
+            hint = did_you_mean(name, fields).removeprefix("; ") or "remove it"
             yield name, f"{show(value)}: unknown setting, which would have no effect; {hint}"
             continue
         found = fields[name]
