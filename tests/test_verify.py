@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import main
+from longspan.cli.verbs import _builtin_name
+from longspan.runfile import load_run
 from longspan.verify import _compare_metric, _compare_weights
 
 SMALL = [
@@ -66,6 +68,32 @@ def test_invalid_input_is_rejected(
 ) -> None:
     assert main(["verify", *SMALL, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.fixture
+def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As far as anyone asks, this machine has one GPU."""
+    for module in ("longspan.cli.verbs", "longspan.verify"):
+        monkeypatch.setattr(f"{module}.may_have_gpu", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_a_run_file_for_more_gpus_than_there_are_is_refused_before_it_is_trained(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text("[train]\nglobal_batch = 2\n")
+    assert main(["verify", str(file), "layout.shard=2"]) == 2
+    output = capsys.readouterr().err
+    assert "a GPU for each of 2 processes, but this machine has 1: set train.device=cpu" in output
+    assert "training" not in output
+
+
+@pytest.mark.usefixtures("one_gpu")
+def test_the_built_in_run_is_on_the_cpu_where_there_are_too_few_gpus() -> None:
+    assert [_builtin_name(processes) for processes in (1, 2)] == ["cuda", "cpu"]
+    assert load_run(None, builtin="cpu").train.device == "cpu"
 
 
 def test_the_first_step_that_differs_is_named() -> None:

@@ -27,7 +27,7 @@ def choose_device(run: Run, local_rank: int = 0) -> torch.device:
     if local_rank >= torch.cuda.device_count():
         raise UserError(
             f"local rank {local_rank} needs its own GPU, but this machine has "
-            f"{torch.cuda.device_count()}: start that many processes"
+            f"{torch.cuda.device_count()}: start that many processes, or set train.device=cpu"
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

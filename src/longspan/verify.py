@@ -17,6 +17,7 @@ from typing import Any
 from longspan.checkpoint import CHECKPOINTS, checkpoint_path, load
 from longspan.config import Run
 from longspan.errors import UserError
+from longspan.hardware import may_have_gpu
 from longspan.launching.local import run_processes
 from longspan.progress import Progress
 from longspan.runfile import ONE_PROCESS, RUN_FILE, dump_run, load_run
@@ -105,6 +106,7 @@ def verify(
     if given.train.schedule == "wsd":
         settings.append("train.schedule=constant")  # its decay is longer than these steps
     run = load_run(file, [*overrides, *settings], builtin=builtin, world=world)
+    _check_gpus(run, world)
     with tempfile.TemporaryDirectory(prefix="longspan-verify-") as folder, Progress() as progress:
         reference, parallel = Path(folder) / "reference", Path(folder) / "parallel"
         saved = Path(folder) / RUN_FILE  # one process must not choose another batch
@@ -125,6 +127,18 @@ def verify(
                 raise SystemExit(code)
         progress.phase("comparing losses, gradient norms and weights")
         return _compare(run, world, steps, parallel, reference)
+
+
+def _check_gpus(run: Run, world: int) -> None:
+    if run.train.device == "cpu" or not may_have_gpu():
+        return
+    import torch
+
+    if 0 < (gpus := torch.cuda.device_count()) < world:
+        raise UserError(
+            f"verify needs a GPU for each of {world} processes, but this machine has {gpus}: "
+            "set train.device=cpu"
+        )
 
 
 def _compare(run: Run, world: int, steps: int, parallel: Path, reference: Path) -> Report:

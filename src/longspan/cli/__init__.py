@@ -6,7 +6,9 @@ under a torchrun with restarts); 1 anything else.
 
 from __future__ import annotations
 
+import atexit
 import errno
+import gc
 import io
 import os
 import sys
@@ -24,6 +26,9 @@ WRONG_INPUT, STOPPED = 2, 3
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     args = parse(argv)
+    # The interpreter's last collection visits every object of torch, for a second or more; what it
+    # would free ends with the process.
+    atexit.register(gc.freeze)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # of a terminal that cannot show every character
             stream.reconfigure(errors="replace")

@@ -35,13 +35,14 @@ def _split_items(items: Sequence[str]) -> tuple[Path | None, list[str]]:
     return (Path(files[0]) if files else None), [item for item in items if "=" in item]
 
 
-def _builtin_name() -> str:
+def _builtin_name(processes: int = 1) -> str:
+    """Return the built-in run for this machine, on which each of `processes` needs a GPU."""
     if not may_have_gpu():
         return "cpu"
     with loading():
         import torch
 
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if torch.cuda.device_count() >= processes else "cpu"
 
 
 def init(args: argparse.Namespace) -> None:
@@ -79,12 +80,10 @@ def train(args: argparse.Namespace) -> None:
     file, overrides = _split_items(args.items)
     if file is None and args.resume:
         file = saved_run_file(args.resume)
-    run = load_run(
-        file,
-        overrides,
-        builtin="cpu" if file else _builtin_name(),
-        world=args.nproc or world.size,
-    )
+    processes = args.nproc or world.size
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", processes))
+    builtin = "cpu" if file else _builtin_name(here)
+    run = load_run(file, overrides, builtin=builtin, world=processes)
     if world.size > 1 and not (args.resume or args.run_dir):
         raise UserError(f"{world.size} processes need one run folder: give --run-dir or --resume")
     run_dir = args.resume or args.run_dir or new_run_dir(Path("runs"), file)
@@ -145,10 +144,14 @@ def plan(args: argparse.Namespace) -> None:
 
 
 def verify(args: argparse.Namespace) -> None:
+    from longspan.runfile import load_run
     from longspan.verify import verify
 
     file, overrides = _split_items(args.items)
-    builtin = "cpu" if file else _builtin_name()
+    builtin = "cpu"
+    if file is None:
+        layout = load_run(None, overrides, world=None).layout
+        builtin = _builtin_name(args.nproc or layout.min_world_size)
     report = verify(file, overrides, builtin=builtin, nproc=args.nproc, steps=args.steps)
     print(json.dumps(report.as_dict()) if args.json else report)
     if not report.agrees:
