@@ -1,22 +1,28 @@
-"""MultiheadDilatedAttention equals nn.MultiheadAttention for a dense pattern and replaces it."""
+"""The multihead modules equal nn.MultiheadAttention for a dense pattern and replace it."""
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 from longspan.attention import (
     BlockSparse,
     BlockSparseAttention,
     Dilated,
     DilatedAttention,
+    MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
     attend,
     attend_oracle,
 )
+from tests.collectives import Collectives
+from tests.harness import Ranks
 
 
 def pair(**options: bool) -> tuple[nn.MultiheadAttention, MultiheadDilatedAttention]:
@@ -65,14 +71,141 @@ def test_torch_s_encoder_layer_runs_it(training: bool) -> None:
     assert not torch.allclose(found, dense)
 
 
-def test_it_follows_the_pattern() -> None:
-    module = MultiheadDilatedAttention(16, 4, [4, 8], [1, 2], dtype=torch.float64)
+BLOCKS = BlockSparse(2, local_window=2, density=0.3)
+
+
+def multihead(name: str, **options: Any) -> MultiheadDilatedAttention:
+    """A module by its name, with the same random weights in every process."""
+    torch.manual_seed(1)
+    options = {"dtype": torch.float64, **options}
+    if name == "block-sparse":
+        module: Any = MultiheadBlockSparseAttention(
+            16, 4, 4, local_window=4, density=0.3, seed=2, **options
+        )
+    elif name == "blocks":
+        module = MultiheadDilatedAttention(16, 4, [4, 8], [1, 2], blocks=BLOCKS, **options)
+    else:
+        norm = {"sub_layer_norm": name == "magneto"}
+        module = MultiheadDilatedAttention(16, 4, [4, 8], [1, 2], **norm, **options)
+    if module.in_proj_bias is not None and not isinstance(module.in_proj_bias, DTensor):
+        nn.init.normal_(module.in_proj_bias)
+        nn.init.normal_(module.out_proj.bias)
+    return module  # type: ignore[no-any-return]
+
+
+PATTERNS = {
+    "dilated": Dilated((4, 8), (1, 2)),
+    "blocks": Dilated((4, 8), (1, 2), BLOCKS),
+    "block-sparse": BlockSparse(4, local_window=4, density=0.3, seed=2),
+}
+
+
+@pytest.mark.parametrize("is_self", [True, False])
+@pytest.mark.parametrize("name", PATTERNS)
+def test_it_follows_the_pattern(name: str, is_self: bool) -> None:
+    """With one matrix product for q, k and v, and with one for each."""
+    module = multihead(name)
     x = torch.randn(1, 13, 16, dtype=torch.float64)
-    q, k, v = (part.unflatten(-1, (4, 4)) for part in (x @ module.in_proj_weight.T).chunk(3, -1))
-    inner = attend_oracle(q, k, v, Dilated((4, 8), (1, 2)), is_causal=True)
-    torch.testing.assert_close(
-        module(x, x, x, is_causal=True)[0], module.out_proj(inner.flatten(-2))
+    y, z = (x, x) if is_self else torch.randn(2, 1, 13, 16, dtype=torch.float64)
+    weights, biases = module.in_proj_weight.chunk(3), module.in_proj_bias.chunk(3)
+    q, k, v = (
+        (x @ weight.T + bias).unflatten(-1, (4, 4))
+        for x, weight, bias in zip((x, y, z), weights, biases, strict=True)
     )
+    inner = attend_oracle(q, k, v, PATTERNS[name], is_causal=True)
+    found = module(x, y, z, is_causal=True)[0]
+    torch.testing.assert_close(found, module.out_proj(inner.flatten(-2)))
+
+
+def step(module: MultiheadDilatedAttention, x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+    """The output and the gradient of x, of self-attention if there are no others."""
+    x = x.detach().requires_grad_()
+    out = module(x, *(others or (x, x)), is_causal=True)[0]
+    out.square().sum().backward()
+    assert x.grad is not None
+    return out.detach(), x.grad
+
+
+def inputs(is_self: bool) -> Tensor:
+    """Query, or query, key and value: (1 or 3, batch, tokens, embed_dim)."""
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(1 if is_self else 3, 2, 16, 16, dtype=torch.float64, generator=generator)
+
+
+def split_on_a_rank(rank: int, world: int, name: str, is_self: bool, state: Any) -> Any:
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("tensor", "sequence"))
+    group = mesh["sequence"].get_group() if world > 2 else None
+    module = multihead(name, tensor_parallel=mesh["tensor"], sequence_parallel=group)
+    fresh = {key: x.full_tensor() for key, x in module.state_dict().items()}
+    module.load_state_dict(state)
+    tokens = 16 // mesh["sequence"].size()
+    first = tokens * mesh["sequence"].get_local_rank()
+    with Collectives() as collectives:
+        out, dx = step(module, *inputs(is_self)[:, :, first : first + tokens])
+    gradients = {}
+    for key, p in module.named_parameters():
+        assert isinstance(p.grad, DTensor)
+        gradients[key] = p.grad.full_tensor()
+        if group is not None:
+            torch.distributed.all_reduce(gradients[key], group=group)
+    return out, dx, gradients, fresh, dict(collectives.counts)
+
+
+@pytest.mark.parametrize(
+    ("name", "is_self", "world"),
+    [
+        ("dilated", True, 2),
+        ("dilated", False, 2),
+        ("blocks", True, 2),
+        ("block-sparse", True, 2),
+        ("magneto", True, 2),
+        ("dilated", True, 4),
+        ("block-sparse", True, 4),
+    ],
+)
+def test_ranks_that_split_heads_and_tokens_equal_one_process(
+    ranks: Ranks, name: str, is_self: bool, world: int
+) -> None:
+    module = multihead(name)
+    out, dx = step(module, *inputs(is_self))
+    found = ranks.run(split_on_a_rank, world, name, is_self, module.state_dict())
+    row = found[: world // 2]  # the ranks of the mesh's first row: all tokens
+    torch.testing.assert_close(torch.cat([part[0] for part in row], 1), out)
+    torch.testing.assert_close(torch.cat([part[1] for part in row], 1), dx)
+    for part in found:
+        for key, p in module.named_parameters():
+            assert p.grad is not None
+            torch.testing.assert_close(part[2][key].view_as(p), p.grad)
+    for key, initial in multihead(name).state_dict().items():
+        if key.endswith("weight"):  # the biases of `multihead` were drawn after the split
+            torch.testing.assert_close(found[1][3][key].view_as(initial), initial)
+    if world == 2 and name != "magneto":  # the output, and the gradient of x
+        assert found[0][4] == {"all_reduce": 2}
+
+
+def dropped_heads(rank: int, world: int) -> Tensor:
+    mesh = init_device_mesh("cpu", (world,))
+    module = multihead("dilated", tensor_parallel=mesh, dropout=0.5, bias=False)
+    q = torch.zeros(1, 16, 2, 4, dtype=torch.float64)
+    torch.manual_seed(3)  # ranks that must agree in other layers have the same random state
+    return module.attention(q, q, torch.ones_like(q))  # type: ignore[no-any-return]
+
+
+def test_ranks_that_split_heads_drop_different_weights(ranks: Ranks) -> None:
+    first, second = ranks.run(dropped_heads, 2)
+    assert not torch.equal(first, second)
+
+
+def refused_meshes(rank: int, world: int) -> None:
+    with pytest.raises(ValueError, match=r"a multiple of the 2 ranks of tensor_parallel, got 1"):
+        MultiheadDilatedAttention(16, 1, [8], [1], tensor_parallel=init_device_mesh("cpu", (2,)))
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+    with pytest.raises(ValueError, match=r"a mesh of one dimension, got 2: .*\('a', 'b'\)"):
+        MultiheadBlockSparseAttention(16, 4, 4, tensor_parallel=mesh)
+
+
+def test_meshes_that_cannot_split_heads_are_refused(ranks: Ranks) -> None:
+    ranks.run(refused_meshes, 2)
 
 
 def test_sub_layer_norm_adds_the_norm_and_init_of_magneto() -> None:

@@ -12,6 +12,7 @@ from longspan.attention.mask import Mask
 from longspan.attention.modules import (
     BlockSparseAttention,
     DilatedAttention,
+    MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
 )
 from longspan.attention.oracle import attend_oracle
@@ -27,6 +28,7 @@ __all__ = [
     "Heads",
     "KVCache",
     "Mask",
+    "MultiheadBlockSparseAttention",
     "MultiheadDilatedAttention",
     "Pattern",
     "Shards",
