@@ -71,8 +71,8 @@ def test_all_problems_are_reported_at_once_with_path_and_fix() -> None:
         "trian": "unknown section; did you mean [train]?",
         "model.headz": "unknown key; did you mean model.heads?",
         "model.warmup_steps": "unknown key; did you mean train.warmup_steps?",
-        "attention.kind": 'expected "dense", "dilated" or "block_sparse", got "dilted"; '
-        'did you mean "dilated"?',
+        "attention.kind": 'expected "dense", "dilated", "block_sparse" or "dilated_block_sparse", '
+        'got "dilted"; did you mean "dilated"?',
         "data.context": 'expected an integer, got "many"; without the override it is 4096',
         "train.steps": "expected an integer, got 1.5; without the override it is 400",
         "train.lr": "expected a number greater than 0, got -1; without the override it is 0.0025",
@@ -380,4 +380,10 @@ def test_a_pattern_that_does_not_reach_the_context_is_warned_of() -> None:
     window = ["attention.kind=block_sparse", "attention.local_window=1024"]
     text = derived_values(load_run(None, window), run.layout.resolve(1))["reach"]
     assert "2 layers the last token depends on tokens at most 1,920 back, of 4,096; w" in text
+    both = ["attention.kind=dilated_block_sparse", "attention.block_size=8"]
+    both += ["attention.segment_lengths=[256,4096]", "attention.dilation_rates=[1,32]"]
+    values = derived_values(load_run(None, both), run.layout.resolve(1))
+    assert values["attention"].startswith("dilated_block_sparse 256/1 4096/32 block_size 8, c")
+    assert "of 4,096; warning" in values["reach"]
+    assert "raise attention.local_window" in values["reach"]
     assert "warning" not in derived_values(load_run(None), run.layout.resolve(1))["reach"]

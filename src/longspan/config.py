@@ -129,8 +129,9 @@ class Model(Section):
 
 
 class Attention(Section):
-    kind: Literal["dense", "dilated", "block_sparse"] = "dilated"
-    """Attention pattern, which decides which keys a query attends to."""
+    kind: Literal["dense", "dilated", "block_sparse", "dilated_block_sparse"] = "dilated"
+    """Attention pattern, which decides which keys a query attends to; "dilated_block_sparse" is
+    dilated, and block-sparse among the positions that a branch keeps of a segment."""
     segment_lengths: Integers = ()
     """Tokens per segment of each dilated branch; by default they grow from 2,048 (preset "tiny":
     256) to the context."""
@@ -168,6 +169,10 @@ class Data(Section):
     the last time are not read again."""
 
 
+DILATED = ("dilated", "dilated_block_sparse")
+"""The kinds of attention with dilated branches."""
+BLOCK_SPARSE = ("block_sparse", "dilated_block_sparse")
+"""The kinds of attention with blocks."""
 DILATED_KEYS = ("segment_lengths", "dilation_rates")
 BLOCK_SPARSE_KEYS = ("local_window", "global_tokens", "stride", "density", "block_seed")
 

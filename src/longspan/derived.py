@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from longspan.config import BLOCK_SPARSE_KEYS, Attention, Model, Run, Train
+from longspan.config import BLOCK_SPARSE, BLOCK_SPARSE_KEYS, Attention, Model, Run, Train
 from longspan.costs import linear_costs
 from longspan.vocabulary import MULTIPLE, is_folder, rounded_vocab, vocab_of_data
 from longspan.wording import counted
@@ -65,6 +65,8 @@ def reach_text(run: Run) -> str:
     change = {
         "dilated": f"add a segment of {context:,} tokens to attention.segment_lengths",
         "block_sparse": "raise attention.local_window or set attention.global_tokens",
+        "dilated_block_sparse": f"add a segment of {context:,} tokens to attention.segment_lengths "
+        "or raise attention.local_window",
     }[run.attention.kind]
     return f"{text}; warning: nothing earlier can influence it: {change}, or lower data.context"
 
@@ -80,8 +82,9 @@ def _linear_text(model: Model) -> str:
 
 
 def _pattern_text(attention: Attention) -> str:
-    if attention.kind == "block_sparse":
-        values = {key: getattr(attention, key) for key in ("block_size", *BLOCK_SPARSE_KEYS)}
-        return "".join(f" {key} {value:g}" for key, value in values.items() if value)
     branches = zip(attention.segment_lengths, attention.dilation_rates, strict=True)
-    return "".join(f" {w}/{r}" for w, r in branches)
+    text = "".join(f" {w}/{r}" for w, r in branches)
+    if attention.kind not in BLOCK_SPARSE:
+        return text
+    values = {key: getattr(attention, key) for key in ("block_size", *BLOCK_SPARSE_KEYS)}
+    return text + "".join(f" {key} {value:g}" for key, value in values.items() if value)

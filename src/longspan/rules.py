@@ -12,7 +12,9 @@ from typing import Any
 
 from longspan.checks import block_problem, branch_problems, layout_problems
 from longspan.config import (
+    BLOCK_SPARSE,
     BLOCK_SPARSE_KEYS,
+    DILATED,
     DILATED_KEYS,
     Attention,
     Data,
@@ -87,17 +89,17 @@ def _sketch_rules(model: Model) -> Problems:
 
 def _attention_rules(attention: Attention) -> Problems:
     kind = attention.kind
-    unused = (() if kind == "dilated" else DILATED_KEYS) + (
-        () if kind == "block_sparse" else BLOCK_SPARSE_KEYS
+    unused = (() if kind in DILATED else DILATED_KEYS) + (
+        () if kind in BLOCK_SPARSE else BLOCK_SPARSE_KEYS
     )
     for key in unused:
         if getattr(attention, key):
             message = f'has no effect with attention.kind = "{kind}": remove it'
             yield Problem(f"attention.{key}", message)
-    if kind == "dilated":
+    if kind in DILATED:
         for message in branch_problems(attention.segment_lengths, attention.dilation_rates):
             yield Problem("attention.segment_lengths", message)
-    if kind == "block_sparse":
+    if kind in BLOCK_SPARSE:
         for key in ("local_window", "global_tokens"):
             if problem := block_problem(getattr(attention, key), attention.block_size):
                 yield Problem(f"attention.{key}", problem)

@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 
 from longspan import presets
 from longspan.builtin import follow, read_builtin
-from longspan.config import AXES, Data, Model, Run, Section
+from longspan.config import AXES, DILATED, Data, Model, Run, Section
 from longspan.errors import UserError
 from longspan.hf_config import LlamaConfig, read_llama_config
 from longspan.locking import LOCK
@@ -156,7 +156,7 @@ def _fill_branches(tables: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(table, Mapping) for table in (model, attention, data)):
         return tables
     has_branches = {"segment_lengths", "dilation_rates"} & set(attention)
-    if attention.get("kind", "dilated") != "dilated" or has_branches:
+    if attention.get("kind", "dilated") not in DILATED or has_branches:
         return tables
     try:
         context = Data.model_validate({"context": data.get("context", Data().context)}).context

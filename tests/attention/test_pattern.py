@@ -166,6 +166,14 @@ def test_pattern_of_a_run_file_section() -> None:
     assert pattern_of(Attention(kind="dense")) == Dense()
     dilated = Attention(segment_lengths=(4, 8), dilation_rates=(1, 2))
     assert pattern_of(dilated) == Dilated((4, 8), (1, 2))
+    both = Attention(
+        kind="dilated_block_sparse",
+        segment_lengths=(8,),
+        dilation_rates=(2,),
+        block_size=2,
+        stride=3,
+    )
+    assert pattern_of(both) == Dilated((8,), (2,), BlockSparse(2, stride=3))
 
 
 REACHES = [

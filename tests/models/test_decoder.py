@@ -135,6 +135,7 @@ def test_a_pipeline_refuses_to_give_logits(ranks: Ranks) -> None:
         ["attention.kind=dense"],
         ["attention.kind=dilated"],
         ["attention.kind=block_sparse", "attention.block_size=8", "attention.density=0.5"],
+        ["attention.kind=dilated_block_sparse", "attention.block_size=4", "attention.stride=2"],
     ],
 )
 def test_outputs_do_not_depend_on_future_tokens(attention: list[str]) -> None:

@@ -153,6 +153,13 @@ PATTERNS = {
         "attention.local_window=16",
         "attention.density=0.2",
     ],
+    "dilated block sparse": [
+        "attention.kind=dilated_block_sparse",
+        "attention.segment_lengths=[16,64]",
+        "attention.dilation_rates=[1,4]",
+        "attention.block_size=4",
+        "attention.local_window=8",
+    ],
 }
 NO_BRANCHES = ["attention.segment_lengths=[]", "attention.dilation_rates=[]"]
 
@@ -163,6 +170,7 @@ NO_BRANCHES = ["attention.segment_lengths=[]", "attention.dilation_rates=[]"]
         *[(kind, ["layout.sequence=4"]) for kind in PATTERNS],
         ("dense", ["layout.tensor=4"]),
         ("block sparse", ["layout.tensor=4"]),
+        ("dilated block sparse", ["layout.tensor=4"]),
         ("dense with one key head", ["layout.sequence=2", "layout.pipeline=2"]),
         ("dense", ["layout.sequence=2", "layout.tensor=2", MEGATRON]),
     ],

@@ -396,13 +396,16 @@ def pattern_of(attention: Attention) -> Pattern:
     """The pattern of a run file's [attention] section."""
     if attention.kind == "dense":
         return Dense()
+    if attention.kind == "dilated":
+        return Dilated(attention.segment_lengths, attention.dilation_rates)
+    blocks = BlockSparse(
+        attention.block_size,
+        attention.local_window,
+        attention.global_tokens,
+        attention.stride,
+        attention.density,
+        attention.block_seed,
+    )
     if attention.kind == "block_sparse":
-        return BlockSparse(
-            attention.block_size,
-            attention.local_window,
-            attention.global_tokens,
-            attention.stride,
-            attention.density,
-            attention.block_seed,
-        )
-    return Dilated(attention.segment_lengths, attention.dilation_rates)
+        return blocks
+    return Dilated(attention.segment_lengths, attention.dilation_rates, blocks)
