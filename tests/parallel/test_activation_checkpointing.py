@@ -13,6 +13,7 @@ from longspan.config import Run
 from longspan.models import build_decoder
 from longspan.parallel.apply import apply_to_blocks
 from longspan.runfile import load_run
+from longspan.torch_internals import recompile_limit
 from longspan.training import train
 from tests.harness import Ranks
 from tests.steps import run_steps
@@ -110,12 +111,28 @@ def test_full_saves_fewer_activations() -> None:
     assert saved_bytes("full") < saved_bytes("none") / 3
 
 
-def test_the_compiler_saves_what_selective_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The partition of forward and backward graphs, without generating code for them."""
+@pytest.fixture
+def no_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are compiled as far as the partition of their forward and backward graphs."""
     compile_block = nn.Module.compile
     monkeypatch.setattr(
         nn.Module, "compile", partialmethod(compile_block, backend="aot_eager_decomp_partition")
     )
+
+
+@pytest.mark.usefixtures("no_generated_code")
+def test_the_graphs_of_earlier_models_do_not_count() -> None:
+    with recompile_limit(1):
+        for width in (32, 64):
+            run = run_of(f"model.hidden={width}", "train.compile=true")
+            model = build_decoder(run, torch.device("cpu"))
+            apply_to_blocks(model, run.train)
+            tokens = torch.randint(256, (1, 64))
+            model(tokens, tokens)
+
+
+@pytest.mark.usefixtures("no_generated_code")
+def test_the_compiler_saves_what_selective_says() -> None:
     none, selective, full = (saved_bytes(m, compiled=True) for m in ("none", "selective", "full"))
     run = run_of("data.context=256")
     # Seven products per block, three of them with `ffn` columns or from them, and the attention.

@@ -125,6 +125,10 @@ def apply_to_blocks(model: Decoder, train: Train, *, communicates: bool = False)
     `communicates`: whether a block's forward pass runs collectives.
     """
     mode = train.activation_checkpointing
+    if train.compile is True:
+        # Graphs count per function: those of earlier models in this process (an attempt that ran
+        # out of memory, a notebook's last run) would soon leave none for this one.
+        torch.compiler.reset()
     for index, block in enumerate(model.blocks):
         wrapped = checkpointed(block, mode, communicates=communicates)
         if train.compile is True:
