@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ __all__ = [
     "cudnn_attention",
     "cudnn_attention_backward",
     "default_process_group",
+    "end_compile_workers",
     "fake_store",
     "flash_attention",
     "flash_attention_backward",
@@ -70,6 +72,14 @@ def recompile_limit(graphs: int) -> AbstractContextManager[None]:
 
     patch: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=graphs)
     return patch
+
+
+def end_compile_workers() -> None:
+    """Ends the processes in which torch.compile compiles, for which the interpreter would wait at
+    its end, without a word.
+    """  # fmt: skip
+    if module := sys.modules.get("torch._inductor.async_compile"):
+        module.shutdown_compile_workers()
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

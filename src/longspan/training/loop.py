@@ -33,6 +33,7 @@ from longspan.parallel.pipeline import PipelinedDecoder
 from longspan.parallel.world import World
 from longspan.progress import tolerant_stderr, waiting
 from longspan.runfile import check_run_folder
+from longspan.torch_internals import end_compile_workers
 from longspan.tracking import (
     HISTORY,
     History,
@@ -265,6 +266,7 @@ def _train(
                 reporter,
                 should_stop=lambda: any(all_reduce_any(mesh, requests.stop)),
             )
+        end_compile_workers()
     baseline = evaluation.baseline
     return Result(
         run_dir=str(run_dir),
