@@ -18,9 +18,12 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from longspan.config import Attention, Model, Positive, Run
 from longspan.errors import UserError
 from longspan.files import read_json_object
+from longspan.rules import attention_rules
 from longspan.wording import shown
 
 CONFIG = "config.json"
+DENSE = {"attention": {"kind": "dense"}}
+"""The table `longspan` of a config.json without it."""
 MAX_BYTES = 1 << 20
 """Size limit of a config.json; real ones have a few kilobytes."""
 
@@ -162,16 +165,12 @@ def read_llama_config(folder: Path) -> LlamaConfig:
     problems = [*_unsupported(fields), *_rope_problems(fields), *_head_dim_problems(fields)]
     values = {**fields, "rope_theta": _rope_thetas(fields)[0]}
     values.setdefault("num_key_value_heads", fields.get("num_attention_heads", 1))
-    ours = fields.get("longspan")
-    if ours is not None:
-        values["attention"] = ours.get("attention") if isinstance(ours, dict) else ours
+    values["attention"], wrong = read_attention(fields.get("longspan", DENSE))
+    problems += wrong
     try:
         config = LlamaConfig.model_validate(values)
     except ValidationError as error:
-        for detail in error.errors():
-            name = ".".join(map(str, detail["loc"]))
-            got = "" if detail["type"] == "missing" else f", got {shown(detail['input'])}"
-            problems.append(f"{name}: {detail['msg']}{got}")
+        problems += _described(error)
     if problems:
         raise UserError(
             "\n".join(
@@ -182,6 +181,30 @@ def read_llama_config(folder: Path) -> LlamaConfig:
             )
         )
     return config
+
+
+def read_attention(table: object) -> tuple[Attention, list[str]]:
+    """The pattern in the table `longspan` of a config, and what is wrong with it."""
+    if not isinstance(table, dict) or list(table) != ["attention"]:
+        return Attention(kind="dense"), [
+            'longspan must be {"attention": {"kind": …}} with the keys of [attention] in a run file, '
+            f"got {shown(table)}"
+        ]
+    try:
+        attention = Attention.model_validate(table["attention"])
+    except ValidationError as error:
+        return Attention(kind="dense"), _described(error, "longspan", "attention")
+    return attention, [f"longspan.{p.path} {p.message}" for p in attention_rules(attention)]
+
+
+def _described(error: ValidationError, *within: str) -> list[str]:
+    """The problems of fields in words, each with the field's name."""
+    found = []
+    for detail in error.errors():
+        name = ".".join(map(str, (*within, *detail["loc"])))
+        got = "" if detail["type"] == "missing" else f", got {shown(detail['input'])}"
+        found.append(f"{name}: {detail['msg']}{got}")
+    return found
 
 
 def _unsupported(fields: Mapping[str, Any]) -> Iterator[str]:

@@ -87,7 +87,7 @@ def _sketch_rules(model: Model) -> Problems:
             yield Problem(path, message)
 
 
-def _attention_rules(attention: Attention) -> Problems:
+def attention_rules(attention: Attention) -> Problems:
     kind = attention.kind
     unused = (() if kind in DILATED else DILATED_KEYS) + (
         () if kind in BLOCK_SPARSE else BLOCK_SPARSE_KEYS
@@ -356,7 +356,7 @@ def _deepspeed_problems(
 RULES: tuple[Callable[..., Problems], ...] = (
     _model_rules,
     _sketch_rules,
-    _attention_rules,
+    attention_rules,
     _train_rules,
     _init_from_rules,
     _recall_rules,

@@ -10,7 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.attention import BlockSparse, Dense, Dilated, KVCache, Pattern, attend_oracle
+from longspan.attention import (
+    BlockSparse,
+    Dense,
+    Dilated,
+    KVCache,
+    Pattern,
+    attend_newest,
+    attend_oracle,
+)
 from longspan.attention import cache as cache_module
 from tests.attention.test_functional import DEVICES, HEADS, PATTERNS, random_qkv
 
@@ -35,6 +43,9 @@ def test_decoding_in_any_portions_equals_the_oracle(
     expected = attend_oracle(*qkv, pattern, is_causal=True)
     found = decode(KVCache(pattern), qkv, portions)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+    q, *kv = qkv
+    newest = attend_newest(q[:, -1:], *(x.transpose(1, 2) for x in kv), pattern)
+    torch.testing.assert_close(newest, expected[:, -1:], rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("device", DEVICES)

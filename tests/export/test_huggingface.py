@@ -107,7 +107,7 @@ def test_another_attention_pattern_is_reported(
     train(run_of(1, "train.steps=1", "train.global_batch=1"), tmp_path / "run")
     capsys.readouterr()
     assert main(["export", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
-    message = "the run has dilated attention, but transformers will compute dense attention"
+    message = "for its dilated attention, import longspan.hf before transformers loads it"
     assert message in capsys.readouterr().out
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["longspan"]["attention"]["segment_lengths"] == [16, 64]
@@ -228,6 +228,15 @@ def test_a_resumed_run_does_not_need_the_folder_of_its_weights(
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "rope_parameters.partial_rotary_factor = 0.5 is not supported",
+        ),
+        (
+            {"longspan": {"attention": {"kind": "dense"}, "x": 1}},
+            'longspan must be {"attention": {"kind": …}} with the keys of [attention] in a run file',
+        ),
+        ({"longspan": {"attention": {"kind": 3}}}, "longspan.attention.kind: Input should be"),
+        (
+            {"longspan": {"attention": {"kind": "dense", "stride": 2}}},
+            'longspan.attention.stride has no effect with attention.kind = "dense": remove it',
         ),
         ({"rope_theta": 5.0}, "rope_theta has several values: 5.0, 10000.0; keep one"),
         ({"rope_parameters": 7}, "rope_parameters: expected a table, got 7"),

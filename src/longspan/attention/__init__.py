@@ -1,6 +1,6 @@
 """Attention: patterns, the float64 oracle, `attend`, context parallelism and modules."""
 
-from longspan.attention.cache import KVCache
+from longspan.attention.cache import KVCache, attend_newest
 from longspan.attention.context_parallel.sharded import (
     attend_sharded,
     choose_shards,
@@ -33,6 +33,7 @@ __all__ = [
     "Pattern",
     "Shards",
     "attend",
+    "attend_newest",
     "attend_oracle",
     "attend_sharded",
     "choose_backend",

@@ -61,7 +61,10 @@ class KVCache:
         self._values[:, :, used : used + tokens] = v.transpose(1, 2)
         self.length += tokens
         if tokens == 1:
-            return self._attend_last(q, scale)
+            newest = self.length - 1
+            return _attend_newest(
+                q, self._keys, self._values, self.pattern, newest, scale, self._sink, self._start
+            )
         held = torch.cat([torch.arange(self._sink), torch.arange(self._start, self.length)])
         keys, values = (x[:, :, : len(held)].transpose(1, 2) for x in (self._keys, self._values))
         return reference_attention(q, keys, values, Mask(self.pattern), scale, held)
@@ -113,24 +116,54 @@ class KVCache:
         self._keys, self._values = copied(keys), copied(values)
         self._sink, self._start = sink, start
 
-    def _attend_last(self, q: Tensor, scale: float) -> Tensor:
-        """The output for q (batch, 1, heads, head_dim), the query of the newest token."""
-        branches = []
-        for heads, found in _visible_keys(self.pattern, self.length - 1, self._heads, q.device):
-            rows: slice | Tensor
-            if isinstance(found, range):
-                rows = slice(self._row(found.start), self._row(found.stop), found.step)
-            else:
-                rows = torch.where(found < self._sink, found, found + self._row(0))
-            keys = _select(self._keys, rows, heads, self._heads)
-            branches.append((heads, keys, _select(self._values, rows, heads, self._heads)))
-        if len(branches) == 1 and len(branches[0][0]) == self._heads:  # dense over these keys
-            keys, values = (x.transpose(1, 2) for x in branches[0][1:])
-            return attend_checked(q, keys, values, Mask(Dense(), is_causal=False), scale)
-        return _attend_one(q, branches, scale)
+
+def attend_newest(
+    q: Tensor, keys: Tensor, values: Tensor, pattern: Pattern, *, scale: float | None = None
+) -> Tensor:
+    """What causal `attend` gives for the query of the last token, without gradients.
+
+    q: (batch, 1, heads, head_dim); keys, values: (batch, kv_heads, tokens, head_dim), heads first
+    as a cache holds them. Only the keys that the query sees are read. Returns q's shape.
+    """
+    check_tensors(q, keys.transpose(1, 2), values.transpose(1, 2))
+    check_pattern(pattern)
+    if q.shape[1] != 1:
+        raise ValueError(f"q must have one token, got {q.shape[1]}")
+    if scale is None:
+        scale = q.shape[3] ** -0.5
+    else:
+        check_scale(scale)
+    return _attend_newest(q, keys, values, pattern, keys.shape[2] - 1, scale, 0, 0)
 
 
-@lru_cache(maxsize=8)
+def _attend_newest(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pattern: Pattern,
+    position: int,
+    scale: float,
+    sink: int,
+    start: int,
+) -> Tensor:
+    """`attend_newest` for a query at `position`, whose rows are [0, sink) and from `start` on."""
+    heads, shift = q.shape[2], sink - start
+    branches = []
+    for seeing, found in _visible_keys(pattern, position, heads, q.device):
+        rows: slice | Tensor
+        if isinstance(found, range):
+            rows = slice(found.start + shift, found.stop + shift, found.step)
+        else:
+            rows = torch.where(found < sink, found, found + shift)
+        key_rows = _select(keys, rows, seeing, heads)
+        branches.append((seeing, key_rows, _select(values, rows, seeing, heads)))
+    if len(branches) == 1 and len(branches[0][0]) == heads:  # dense over these keys
+        keys, values = (x.transpose(1, 2) for x in branches[0][1:])
+        return attend_checked(q, keys, values, Mask(Dense(), is_causal=False), scale)
+    return _attend_one(q, branches, scale)
+
+
+@lru_cache(maxsize=64)
 def _visible_keys(
     pattern: Pattern, position: int, heads: int, device: torch.device
 ) -> list[tuple[range, range | Tensor]]:

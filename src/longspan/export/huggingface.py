@@ -2,7 +2,7 @@
 
 The decoder with dense attention is a Llama: RMSNorm, RoPE on half-splits, SwiGLU and grouped-query
 attention. With another attention pattern the weights have the same shapes. `config.json` records
-the pattern under "longspan", but transformers computes dense attention.
+the pattern under "longspan", and names the attention that `longspan.hf` registers.
 """
 
 from __future__ import annotations
@@ -98,8 +98,9 @@ def hf_config(run: Run, ids: dict[str, int | None]) -> dict[str, Any]:
         "torch_dtype": "float32",
         **ids,
     }
-    if run.attention.kind != "dense":
-        config["longspan"] = {"attention": run.attention.model_dump(mode="json")}
+    config["longspan"] = {"attention": run.attention.model_dump(mode="json")}
+    if run.attention.kind != "dense":  # so that transformers does not compute dense attention
+        config["attn_implementation"] = "longspan"
     return config
 
 
@@ -147,7 +148,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, key_file: str =
         raise UserError(f"cannot export to {out}: {error.strerror or error}") from error
     kind, notes = run.attention.kind, []
     if kind != "dense":
-        notes.append(f"the run has {kind} attention, but transformers will compute dense attention")
+        notes.append(f"for its {kind} attention, import longspan.hf before transformers loads it")
     if run.model.linear != "dense":
         notes.append(f"{run.model.linear} layers were exported as the equivalent dense layers")
     if tokenizer is None:
