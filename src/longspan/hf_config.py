@@ -187,7 +187,7 @@ def read_attention(table: object) -> tuple[Attention, list[str]]:
     """The pattern in the table `longspan` of a config, and what is wrong with it."""
     if not isinstance(table, dict) or list(table) != ["attention"]:
         return Attention(kind="dense"), [
-            'longspan must be {"attention": {"kind": …}} with the keys of [attention] in a run file, '
+            'longspan must be {"attention": {"kind": …}} with keys of [attention] in a run file, '
             f"got {shown(table)}"
         ]
     try:

@@ -231,7 +231,7 @@ def test_a_resumed_run_does_not_need_the_folder_of_its_weights(
         ),
         (
             {"longspan": {"attention": {"kind": "dense"}, "x": 1}},
-            'longspan must be {"attention": {"kind": …}} with the keys of [attention] in a run file',
+            'longspan must be {"attention": {"kind": …}} with keys of [attention] in a run file',
         ),
         ({"longspan": {"attention": {"kind": 3}}}, "longspan.attention.kind: Input should be"),
         (
