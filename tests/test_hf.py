@@ -190,6 +190,13 @@ def test_dropout_follows_the_random_state_and_activation_checkpointing_repeats_i
     assert torch.equal(model(tokens).logits, model(tokens).logits)
 
 
+def test_what_a_trainer_passes_is_not_refused() -> None:
+    model, tokens = new_model(), new_tokens(2, 12)
+    count = torch.tensor(2 * 11)
+    found = model(tokens, labels=tokens, num_items_in_batch=count, use_cache=False)
+    torch.testing.assert_close(found.loss, model(tokens, labels=tokens).loss)
+
+
 def test_what_is_not_supported_is_refused_by_name() -> None:
     model, tokens = new_model(), new_tokens(2, 12)
     with pytest.raises(ValueError, match="output_attentions = true is not supported by attn_imp"):

@@ -45,6 +45,8 @@ class SelfAttention(nn.Module):
         self.out = linear("attention.out", q_dim, model.hidden)
 
     def forward(self, x_BNC: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
+        # One product for all three took 0.99 of the time, forward and backward, at hidden 768 and
+        # 0.87 to 0.95 at 128 on a CPU core; weights would lose their names in checkpoints.
         q_BNHD = self.query(x_BNC).unflatten(-1, (-1, self.head_dim))
         k_BNGD = self.key(x_BNC).unflatten(-1, (-1, self.head_dim))
         v_BNGD = self.value(x_BNC).unflatten(-1, (-1, self.head_dim))
