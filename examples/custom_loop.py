@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from longspan.models import create_model
+from longspan import create_model
 
 torch.distributed.init_process_group()
 model = DistributedDataParallel(create_model("data.context=256", "model.hidden=64"))

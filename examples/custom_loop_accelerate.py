@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
-from longspan.models import create_model
+from longspan import create_model
 
 accelerator = Accelerator(cpu=not torch.cuda.is_available())
 model = create_model("data.context=256", "model.hidden=64")

@@ -8,7 +8,7 @@ from pathlib import Path
 import deepspeed
 import torch
 
-from longspan.models import create_model
+from longspan import create_model
 
 model = create_model("data.context=256", "model.hidden=64")
 config = {

@@ -58,7 +58,7 @@ SECTIONS: dict[str, type[Section]] = {
 
 
 def load_run(
-    path: Path | None,
+    path: str | Path | None = None,
     overrides: Iterable[str] = (),
     *,
     builtin: str = "cpu",
@@ -69,7 +69,7 @@ def load_run(
     The layout is checked for `world` processes; None skips that check.
     """
     name = str(path) if path else f'built-in run "{builtin}"'
-    base = _read(path) if path else read_builtin(builtin)
+    base = _read(Path(path)) if path else read_builtin(builtin)
     changes = dict(map(_parse_override, overrides))
     tables = _override(base, changes)
     if path is None:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from longspan.errors import UserError
 from longspan.launching.local import run_processes
-from longspan.models import create_model
 from tests.launching.test_elastic import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -47,19 +44,3 @@ def test_the_docs_show_the_examples_as_they_are() -> None:
     for path in EXAMPLES.glob("custom_loop*.py"):
         code = path.read_text().split('"""')[2].strip()
         assert code in page, path.name
-
-
-def test_create_model_takes_overrides_as_a_run_does() -> None:
-    model = create_model("model.hidden=32", "model.layers=1", "model.heads=2")
-    assert model.embedding.weight.shape == (256, 32)
-    with pytest.raises(ValueError, match="expected one run file"):
-        create_model("a.toml", "b.toml")
-
-
-def test_create_model_does_not_pretend_to_load_weights(tmp_path: Path) -> None:
-    shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 256}
-    config = {"model_type": "llama", **shape, "intermediate_size": 128, "tie_word_embeddings": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    options = ["model.layers=1", "model.hidden=32", "model.heads=2", f"train.init_from={tmp_path}"]
-    with pytest.raises(UserError, match="create_model initialises a model from"):
-        create_model(*options)

@@ -145,7 +145,7 @@ def plan(args: argparse.Namespace) -> None:
 
 def verify(args: argparse.Namespace) -> None:
     from longspan.runfile import load_run
-    from longspan.verify import verify
+    from longspan.verification import verify
 
     file, overrides = _split_items(args.items)
     builtin = "cpu"

@@ -9,7 +9,6 @@ from longspan.models.cost import (
 from longspan.models.decoder import (
     Decoder,
     build_decoder,
-    create_model,
     new_decoder,
     parameter_shapes,
 )
@@ -19,7 +18,6 @@ __all__ = [
     "StageFlops",
     "activation_elements",
     "build_decoder",
-    "create_model",
     "flops_per_sample",
     "new_decoder",
     "parameter_shapes",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +25,6 @@ from longspan.nn import (
     logits_of,
     rope_table,
 )
-from longspan.runfile import load_run
 from longspan.sketching.layers import LowRankLinear, SKLinear, low_rank_std, seed_of, sketched_std
 
 
@@ -196,27 +194,6 @@ def initialize(
     for name, parameter in parameters:
         full = initial_weight(model.config, seed, name, parameter.shape)
         parameter.copy_(distribute(full, parameter))
-
-
-def create_model(*items: str | Path, device: torch.device | str = "cpu") -> Decoder:
-    """A model for your own training loop, from what `longspan train` takes: run file and overrides.
-
-    `create_model("run.toml", "model.hidden=256")(tokens, targets)`, both (batch, tokens), returns
-    the summed cross-entropy; targets of −100 are ignored. Without targets it returns the logits
-    (batch, tokens, vocab).
-    """
-    files = [item for item in map(str, items) if "=" not in item]
-    if len(files) > 1:
-        raise UserError(f"expected one run file, got {', '.join(files)}")
-    overrides = [item for item in map(str, items) if "=" in item]
-    run = load_run(Path(files[0]) if files else None, overrides, world=None)
-    if run.train.init_from:
-        raise UserError(
-            f"create_model initialises a model from train.seed, but train.init_from is "
-            f"{run.train.init_from}: leave it out and load the weights yourself, or use "
-            "`longspan train`, which loads them"
-        )
-    return build_decoder(run, torch.device(device))
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:

@@ -120,7 +120,7 @@ class PipelinedDecoder(nn.Module):
     ) -> None:
         """`model`: what `drop_remote_layers` has left of it."""
         super().__init__()
-        self._plan, self._config = plan, model.config
+        self._plan, self._config, self.positions = plan, model.config, model.positions
         self._mesh, self._group = mesh, mesh.get_group()
         self._local = {
             stage: Stage(

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
+import torch.distributed as dist
+
 from longspan.attention import pattern_of
 from longspan.config import Run, Sketch
 from longspan.costs import count_parameters
@@ -115,12 +117,24 @@ class Plan:
 
 
 def plan(run: Run, gpus: int) -> Plan:
-    """Plan `run`, which was validated for `gpus` processes."""
+    """The parameters, FLOPs and memory of `run`, which `load_run` has checked for `gpus` processes.
+
+    A precision of "auto" is planned as bf16, which it is on GPUs. `print(plan(run, 8))` shows what
+    `longspan plan` does.
+    """
     if run.engine.name != "native":
         raise UserError(
             f"longspan plan supports only engine.name = 'native', got {run.engine.name!r}: "
             "use engine.name=native"
         )
+    if gpus > 1 and dist.is_initialized():
+        raise UserError(
+            "plan makes a process group of its own, and this process has one: call it before "
+            "torch.distributed.init_process_group()"
+        )
+    if run.train.precision == "auto":
+        train = run.train.model_copy(update={"precision": "bf16"})
+        run = run.model_copy(update={"train": train})
     parameters = count_parameters(run.model)
     context, ranks = run.data.context, run.layout.resolve(gpus)
     matrices, attention = flops_per_sample(run.model, pattern_of(run.attention), context)

@@ -39,7 +39,7 @@ from longspan.torch_internals import all_reduce
 
 
 class FactoredLinear(nn.Module):
-    """Base class of both layers: trained factors s1 (in, R), s2 (R, out) and the forward pass."""
+    """A linear layer with two trained factors, s1 (in, R) and s2 (R, out)."""
 
     bits1: Tensor | None
     bits2: Tensor | None

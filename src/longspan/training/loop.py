@@ -30,7 +30,7 @@ from longspan.models.generation import encode_prompt
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
 from longspan.parallel.pipeline import PipelinedDecoder
-from longspan.parallel.world import World
+from longspan.parallel.world import World, world_of_environment
 from longspan.progress import tolerant_stderr, waiting
 from longspan.runfile import check_run_folder
 from longspan.torch_internals import end_compile_workers
@@ -74,16 +74,19 @@ class Result:
 
 
 @tolerant_stderr()
-def train(run: Run, run_dir: Path, *, resume: bool = False, world: World | None = None) -> Result:
+def train(
+    run: Run, run_dir: str | Path, *, resume: bool = False, world: World | None = None
+) -> Result:
     """Train `run` in `run_dir`, from its newest checkpoint if `resume` is true and there is one.
 
-    In a `world` of several processes every one of them calls this, and all return the same.
+    In a `world` of several processes, by default the one that torchrun has set up, every one of
+    them calls this, and all return the same. `load_run` must have checked the run for that many.
 
     Raises UserError, before anything is written, if the run cannot start; Stopped, after a
     checkpoint is saved, on a request to stop; Diverged if the loss is NaN; OutOfMemory if a step
     does not fit; SaveFailed if the last checkpoint cannot be written.
     """
-    world = world or World()
+    run_dir, world = Path(run_dir), world or world_of_environment()
     if not world.is_main:
         return _train_until_it_fits(run, run_dir, world, resume=resume)
     check_run_folder(run_dir, resume=resume)

@@ -74,14 +74,18 @@ class Report:
 
 
 def verify(
-    file: Path | None,
-    overrides: Sequence[str],
+    file: str | Path | None = None,
+    overrides: Sequence[str] = (),
     *,
-    builtin: str,
+    builtin: str = "cpu",
     nproc: int | None = None,
     steps: int = 5,
 ) -> Report:
-    """Train `steps` steps of a run in one process and in its layout, and compare the results."""
+    """Train `steps` steps of a run in one process and in its layout, and compare the results.
+
+    The run is that of `load_run(file, overrides)`, and `nproc` by default what its layout needs:
+    `verify("run.toml", ["layout.shard=2"]).agrees`. It starts the processes itself.
+    """
     if steps < 1:
         raise UserError(f"--steps must be at least 1, got {steps}")
     given = load_run(file, overrides, builtin=builtin, world=None)

@@ -10,7 +10,7 @@ import pytest
 from longspan.cli import main
 from longspan.cli.verbs import _builtin_name
 from longspan.runfile import load_run
-from longspan.verify import _compare_metric, _compare_weights
+from longspan.verification import _compare_metric, _compare_weights
 
 SMALL = [
     "model.hidden=32",
@@ -73,7 +73,7 @@ def test_invalid_input_is_rejected(
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as anyone asks, this machine has one GPU."""
-    for module in ("longspan.cli.verbs", "longspan.verify"):
+    for module in ("longspan.cli.verbs", "longspan.verification"):
         monkeypatch.setattr(f"{module}.may_have_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
 
