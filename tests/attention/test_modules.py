@@ -71,6 +71,7 @@ def test_torch_s_encoder_layer_runs_it(training: bool) -> None:
     assert not torch.allclose(found, dense)
 
 
+BRANCHES = (4, 16), (1, 4)  # a rate with which the second half of the heads keeps other rows
 BLOCKS = BlockSparse(2, local_window=2, density=0.3)
 
 
@@ -83,10 +84,10 @@ def multihead(name: str, **options: Any) -> MultiheadDilatedAttention:
             16, 4, 4, local_window=4, density=0.3, seed=2, **options
         )
     elif name == "blocks":
-        module = MultiheadDilatedAttention(16, 4, [4, 8], [1, 2], blocks=BLOCKS, **options)
+        module = MultiheadDilatedAttention(16, 4, *BRANCHES, blocks=BLOCKS, **options)
     else:
         norm = {"sub_layer_norm": name == "magneto"}
-        module = MultiheadDilatedAttention(16, 4, [4, 8], [1, 2], **norm, **options)
+        module = MultiheadDilatedAttention(16, 4, *BRANCHES, **norm, **options)
     if module.in_proj_bias is not None and not isinstance(module.in_proj_bias, DTensor):
         nn.init.normal_(module.in_proj_bias)
         nn.init.normal_(module.out_proj.bias)
@@ -94,8 +95,8 @@ def multihead(name: str, **options: Any) -> MultiheadDilatedAttention:
 
 
 PATTERNS = {
-    "dilated": Dilated((4, 8), (1, 2)),
-    "blocks": Dilated((4, 8), (1, 2), BLOCKS),
+    "dilated": Dilated(*BRANCHES),
+    "blocks": Dilated(*BRANCHES, BLOCKS),
     "block-sparse": BlockSparse(4, local_window=4, density=0.3, seed=2),
 }
 
