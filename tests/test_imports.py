@@ -12,7 +12,7 @@ import longspan
 PACKAGE = Path(__file__).parents[1] / "src" / "longspan"
 GROUND = {"dtypes", "errors", "faults", "files", "hardware", "hashing", "presets"}
 GROUND |= {"vocabulary", "checks", "constants", "locking", "loopback", "progress"}
-GROUND |= {"stop_signals", "torch_internals", "wording"}
+GROUND |= {"generation", "stop_signals", "torch_internals", "wording"}
 """Plain modules that anyone may import and that import no room."""
 
 MODEL = {"attention", "nn", "sketching", "models", "config", "costs"}

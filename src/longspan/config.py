@@ -14,6 +14,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 
 from longspan import presets
 from longspan.checks import layout_problems
+from longspan.hardware import may_have_gpu
 
 
 def _as_integer(value: Any) -> Any:
@@ -401,3 +402,15 @@ class Run(Section):
     engine: Engine = Engine()
     checkpoint: Checkpoint = Checkpoint()
     track: Track = Track()
+
+    def replaces_lost_ranks(self, world: int) -> bool:
+        """Whether a rank that is lost on one machine can be replaced while the others go on.
+
+        Its state must lie on another rank too, and its collectives must be gloo's: those of NCCL
+        cannot be left without ending the process. The other engines do not build their process
+        groups a second time, and compiled blocks have not been tried.
+        """
+        train = self.train
+        on_cpu = train.device == "cpu" or (train.device == "auto" and not may_have_gpu())
+        is_native = self.engine.name == "native" and train.compile is not True
+        return on_cpu and is_native and self.layout.resolve(world)["replicate"] > 1

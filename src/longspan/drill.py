@@ -4,7 +4,8 @@ The run is trained once without faults. Then it is trained again, interrupted by
 random points and resumed each time, and its last checkpoint is compared with that of the first run,
 byte by byte. In both, the loss of some steps is NaN, and neither may take those steps. The run
 injects the faults itself at exact points (`faults.py`), so a seed reproduces a drill; checkpoints
-are damaged while the run is down. Where this user may mount one, the run's disk is a small file
+are damaged while the run is down. Where a lost rank can be replaced in process, one that is killed
+is, and then the launcher is killed. Where this user may mount one, the run's disk is a small file
 system that is really filled.
 """
 
@@ -31,7 +32,7 @@ from longspan.errors import UserError
 from longspan.faults import BALLAST, FAULT, FAULT_DISK, FAULT_LOG, LAUNCHER_PID, NAN_STEPS
 from longspan.progress import Progress
 from longspan.runfile import RUN_FILE, dump_run, load_run
-from longspan.tracking import read_metrics
+from longspan.tracking import HISTORY, History, read_metrics
 from longspan.wording import counted
 
 BUILTIN = "drill"
@@ -64,6 +65,11 @@ class Fault:
     """Whether the run is begun anew for it."""
 
     @property
+    def is_replaceable(self) -> bool:
+        """Whether it is the loss of a rank once all ranks train."""
+        return self.action == "kill" and self.point not in ("start", "folder")
+
+    @property
     def spec(self) -> str:
         return f"{self.action}@{self.point}:{self.rank}:{self.number}"
 
@@ -84,7 +90,8 @@ class Outcome:
     """What a fault did to the run.
 
     `ended_s` is the time from the fault to the exit of all processes, `recovered_s` the time from
-    the restart to the first new step. Both are None if the run survived the fault.
+    the restart to the first new step. Both are None if the run survived the fault. With
+    `is_replaced`, the lost rank was replaced in process, and that took `recovered_s`.
     """
 
     fault: str
@@ -94,6 +101,7 @@ class Outcome:
     steps_lost: int
     ended_s: float | None
     recovered_s: float | None
+    is_replaced: bool = False
 
 
 @dataclass(frozen=True)
@@ -118,7 +126,8 @@ class Report:
         for o in self.outcomes:
             ended, back = ("–" if x is None else f"{x:.1f} s" for x in (o.ended_s, o.recovered_s))
             code = "–" if o.exit_code is None else str(o.exit_code)
-            row = f"{o.fault:<44}{code:>5}{o.at_step:>6}{o.steps_lost:>6}{ended:>10}{back:>12}"
+            fault = o.fault + ", replaced" * o.is_replaced
+            row = f"{fault:<44}{code:>5}{o.at_step:>6}{o.steps_lost:>6}{ended:>10}{back:>12}"
             rows.append(row)
         rows.append(f"skipped steps with NaN loss: {', '.join(map(str, self.nan_steps))}")
         if any("disk full" in o.fault for o in self.outcomes):
@@ -254,10 +263,10 @@ class _Drill:
         if fault.is_new:
             shutil.rmtree(self._faulty, ignore_errors=True)
             self._resumable_step = 0
-        process = self._launch(self._faulty, environment)
+        process = self._launch(self._faulty, environment, replaces=fault.is_replaceable)
         self._watch(process, [] if fault.is_new else before)
         code: int | None = process.poll()
-        if code is None:  # the run survives a full disk
+        if code is None:  # the run survives a full disk, and the loss of a rank that is replaced
             process.kill()
             process.wait()
         _wait_until(lambda: not _has_ranks(process.pid))
@@ -266,7 +275,8 @@ class _Drill:
         began = float(self._fault_log.read_text()) if self._fault_log.exists() else None
         is_launcher = self._nproc == 1 and fault.action == "kill"
         expected = -9 if is_launcher else EXIT_CODES.get(fault.action)
-        if began is not None and code not in (expected, None):
+        replaced = self._replaced()
+        if began is not None and code not in (expected, None, 0 if replaced else expected):
             self._problems.append(f"{fault}: exit code {code}, expected {expected}")
         if began is None and code != 0:
             self._problems.append(f"{fault}: exit code {code} before the fault was injected")
@@ -278,6 +288,9 @@ class _Drill:
         if lost > allowed and fault.action != "disk_full":
             self._problems.append(f"{fault}: {counted(lost, 'step')} lost")
         took = None if began is None or code is None else ended - began
+        if replaced:
+            lost, seconds = replaced["lost_steps"], replaced["seconds"]
+            return Outcome(str(fault), code, at, None, lost, None, seconds, is_replaced=True)
         return Outcome(str(fault), code, at, None, lost, took, None)
 
     def _watch(self, process: subprocess.Popen[bytes], before: list[Outcome]) -> None:
@@ -300,14 +313,29 @@ class _Drill:
             if resumed != self._resumable_step:
                 problem = f"resumed at step {resumed}, expected {self._resumable_step}"
                 self._problems.append(f"{before[-1].fault}: {problem}")
+            recovered = before[-1].recovered_s or recovered
             before[-1] = replace(before[-1], resumed_at=resumed, recovered_s=recovered)
 
     def _survived(self) -> bool:
-        """Whether the run has recorded two further steps after the disk was full."""
+        """Whether the run has recorded two further steps after the disk was full or a rank was
+        replaced.
+        """
+        if replaced := self._replaced():
+            return self._last_step() > int(replaced["step"]) + 1
         is_full = self._fault_log.exists() and self._spec.startswith("disk_full")
         self._disk_full_at = self._disk_full_at or (self._last_step() if is_full else 0)
         is_free = not self._ballast.exists()
         return is_full and is_free and self._last_step() > self._disk_full_at + 1
+
+    def _replaced(self) -> dict[str, Any] | None:
+        """The replacement of the rank that the fault has killed, from the run's history."""
+        if not self._fault_log.exists() or not self._spec.startswith("kill@"):
+            return None
+        began = float(self._fault_log.read_text() or "inf")
+        for event in History(self._launched / HISTORY).events():
+            if event["event"] == "recovery" and event["time"] > began:
+                return event
+        return None
 
     def _has_new_step(self) -> bool:
         """Whether a step follows the one the run resumed at, whose later metrics were dropped."""
@@ -350,9 +378,13 @@ class _Drill:
                 + self._console.read_text(errors="replace")
             )
 
-    def _launch(self, run_dir: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    def _launch(
+        self, run_dir: Path, environment: dict[str, str], *, replaces: bool = False
+    ) -> subprocess.Popen[bytes]:
         self._spec, self._disk_full_at, self._launched = environment.get(FAULT, ""), 0, run_dir
         options = ["--nproc", str(self._nproc)] if self._nproc > 1 else []
+        if replaces and self._nproc > 1 and self._run.replaces_lost_ranks(self._nproc):
+            options += ["--restarts", "1"]
         options += ["--resume", str(run_dir)]  # as a scheduler does, whatever is in the folder
         command = [sys.executable, "-m", "longspan", "train", str(self._run_file), *options]
         nan_steps = {NAN_STEPS: ",".join(map(str, self._nan_steps))}

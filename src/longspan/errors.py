@@ -28,6 +28,10 @@ class SaveFailed(Exception):
     """The last checkpoint could not be written; those before it are kept."""
 
 
+class PeerLost(Exception):
+    """Another rank of the run was lost, and the launcher replaces it."""
+
+
 class OutOfMemory(Exception):
     """A step ran out of memory; the message says what uses it and what would help."""
 

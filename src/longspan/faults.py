@@ -50,7 +50,7 @@ def fault_point(name: str) -> None:
     if _listener is not None:
         _listener(name)
     spec = os.environ.get(FAULT)
-    if spec is None:
+    if not spec:
         return
     _visits[name] += 1
     action, place = spec.split("@")

@@ -34,6 +34,7 @@ __all__ = [
     "all_reduce",
     "all_to_all_async",
     "checkpoint_wrapper",
+    "clear_sharding_cache",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "cudnn_attention",
@@ -121,6 +122,15 @@ def wait(x: Tensor) -> Tensor:
 
 def default_process_group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
+
+
+def clear_sharding_cache() -> None:
+    """Forget how DTensor operations were sharded: the cache refers to process groups by name, and
+    later groups of this process get the same names.
+    """
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def fake_store() -> Any:

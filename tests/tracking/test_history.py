@@ -32,6 +32,20 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     assert "1 restart (1 × a hang), 4 steps lost" in str(found)
 
 
+def test_a_recovery_is_no_restart() -> None:
+    """Its downtime and the steps it has lost count, but more checkpoints would not help."""
+    history = [
+        {"time": 100.0, "event": "start", "step": 0},
+        {"time": 120.0, "event": "save", "step": 10, "blocked_s": 0.5},
+        {"time": 150.0, "event": "recovery", "step": 14, "lost_steps": 1, "seconds": 9.0},
+    ]
+    found = goodput(history, METRICS, 160.0)
+    assert found.ratio == pytest.approx(30 / 60)
+    assert (found.restarts, found.recoveries, found.lost_steps) == (0, 1, 1)
+    assert found.optimal_interval_s is None
+    assert "; 0 restarts, 1 lost rank replaced, 1 step lost" in str(found)
+
+
 @pytest.mark.parametrize("stop_requested", [False, True])
 def test_goodput_does_not_count_the_time_between_an_end_and_the_next_start(
     stop_requested: bool,

@@ -102,7 +102,8 @@ def _add_training(commands: Commands) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="with --nproc, how often to resume the run after a process has failed",
+        help="with --nproc, how often to resume the run after a process has failed, or to replace "
+        "that process while the others go on (layout.replicate > 1 on CPUs)",
     )
 
     plan = commands.add(

@@ -20,6 +20,7 @@ from longspan.progress import loading, waiting
 from longspan.wording import counted
 
 if TYPE_CHECKING:
+    from longspan.config import Run
     from longspan.training import Result
 
 DONE, FAILED = 0, 1
@@ -60,11 +61,15 @@ def init(args: argparse.Namespace) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    from longspan.launching.local import join_launcher
+    from longspan.launching.local import SPARE, join_launcher, wait_as_spare
     from longspan.parallel.world import world_of_environment
     from longspan.runfile import load_run, new_run_dir, saved_run_file
 
     join_launcher()
+    if SPARE in os.environ:
+        import longspan.training  # noqa: F401  which takes seconds
+
+        wait_as_spare()
     world = world_of_environment()
     if args.nproc is not None and (args.nproc < 1 or world.size > 1):
         raise UserError(
@@ -88,7 +93,7 @@ def train(args: argparse.Namespace) -> None:
         raise UserError(f"{world.size} processes need one run folder: give --run-dir or --resume")
     run_dir = args.resume or args.run_dir or new_run_dir(Path("runs"), file)
     if args.nproc is not None and args.nproc > 1:
-        _train_in_processes(args, run_dir)
+        _train_in_processes(args, run, run_dir)
         return
 
     with loading(quiet=not world.is_main):
@@ -158,18 +163,18 @@ def verify(args: argparse.Namespace) -> None:
         raise SystemExit(FAILED)
 
 
-def _train_in_processes(args: argparse.Namespace, run_dir: Path) -> None:
+def _train_in_processes(args: argparse.Namespace, run: Run, run_dir: Path) -> None:
     from longspan.locking import owned
     from longspan.runfile import check_run_folder
 
     check_run_folder(run_dir, resume=args.resume is not None)
     with owned(run_dir) as lock:
-        code = _train_with_restarts(args, run_dir, lock)
+        code = _train_with_restarts(args, run, run_dir, lock)
     if code != DONE:
         raise SystemExit(code)
 
 
-def _train_with_restarts(args: argparse.Namespace, run_dir: Path, lock: int) -> int:
+def _train_with_restarts(args: argparse.Namespace, run: Run, run_dir: Path, lock: int) -> int:
     import signal
 
     from longspan.launching.local import run_processes
@@ -182,10 +187,34 @@ def _train_with_restarts(args: argparse.Namespace, run_dir: Path, lock: int) -> 
     if restarts_left:
         for number in stop_signals():  # also between two starts
             signal.signal(number, lambda number, _: received.append(number))
+
+    def may_replace(lost: Mapping[int, str]) -> bool:
+        """Whether to replace lost ranks, for one of the restarts."""
+        nonlocal restarts_left
+        if restarts_left == 0 or not run_dir.exists():
+            return False
+        restarts_left -= 1
+        for rank, reason in lost.items():
+            print(f"longspan: rank {rank} {reason}", file=sys.stderr)
+        ranks = ", ".join(map(str, lost))
+        left = counted(restarts_left, "restart")
+        print(f"longspan: replacing rank {ranks}; {left} left", file=sys.stderr)
+        return True
+
+    replaces = restarts_left > 0 and run.replaces_lost_ranks(args.nproc)
+    replacement = [*program, "--resume", str(run_dir), *options]
     while True:
         resumes = args.resume or (run_dir / "run.toml").exists()
         command = [*program, "--resume" if resumes else "--run-dir", str(run_dir), *options]
-        code = run_processes(command, args.nproc, run_dir / "logs", received=received, lock=lock)
+        code = run_processes(
+            command,
+            args.nproc,
+            run_dir / "logs",
+            received=received,
+            lock=lock,
+            replacement=replacement if replaces else None,
+            on_lost=may_replace,
+        )
         if code != FAILED or restarts_left == 0 or received or not run_dir.exists():
             return code  # who removes a run's folder wants no other run in it
         cause = exit_reason(History(run_dir / HISTORY).events()) or ""

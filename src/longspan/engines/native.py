@@ -51,6 +51,7 @@ class NativeEngine:
         module = parallelize(model, mesh, layout, train, forward_context)
         self.module = materialize(module, model, mesh, layout, train, device)
         self.optimizer = make_optimizer(model)
+        self._parameters = list(named_parameters(model))
 
     def _prepare(
         self,
@@ -120,14 +121,27 @@ class NativeEngine:
         return all(bool(torch.isfinite(to_local(p)).all()) for p in self.model.parameters())
 
     def tensor_shards(self) -> dict[str, TensorShard]:
+        copy = self.model.pipeline_copy
+        parameters = [(name, p) for name, p in named_parameters(self.model) if p is not copy]
+        tensors = self._state_of(parameters)
+        return {name: _shard(x) for name, x in tensors.items() if self._saves(x)}
+
+    def local_tensors(self) -> dict[str, Tensor]:
+        """What this rank holds, under the names of `tensor_shards`, whoever saves it.
+
+        Also after a collective has failed: the parameters are those that the optimizer updates, not
+        what FSDP has gathered from them.
+        """
+        tensors = self._state_of(self._parameters)
+        return {name: to_local(x) for name, x in tensors.items()}
+
+    def _state_of(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Any]:
         tensors: dict[str, Any] = {}
-        for name, parameter in named_parameters(self.model):
-            if parameter is self.model.pipeline_copy:
-                continue
+        for name, parameter in parameters:
             tensors[f"model/{name}"] = parameter.detach()
             for key, value in optimizer_state(self.optimizer, parameter):
                 tensors[f"optimizer/{name}.{key}"] = value
-        return {name: _shard(x) for name, x in tensors.items() if self._saves(x)}
+        return tensors
 
     @torch.no_grad()
     def load_weights(self, read: ReadTensor) -> None:

@@ -1,13 +1,15 @@
 """A launcher for several processes of one command on this machine.
 
 Rank 0 writes to the console, the others to log files. When one rank fails, all are stopped, and the
-traceback shown is that of the rank that failed first: the others fail only as a consequence.
+traceback shown is that of the rank that failed first: the others fail only as a consequence. A
+caller may have a lost rank replaced instead, while the others go on (`generation.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 import shutil
 import signal
@@ -16,11 +18,12 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
-from longspan.faults import LAUNCHER_PID
+from longspan.faults import FAULT, LAUNCHER_PID
+from longspan.generation import Generation
 from longspan.locking import INHERITED
 from longspan.loopback import STORE, loopback_only
 from longspan.stop_signals import stop_signals
@@ -28,8 +31,18 @@ from longspan.stop_signals import stop_signals
 GRACE_S = 5.0
 """How long the other ranks may take to exit once one has failed."""
 
+SETTLE_S = 0.2
+"""How long to look for further ranks that fail, before one that was lost is replaced."""
+
+Process = subprocess.Popen[bytes]
+OnLost = Callable[[Mapping[int, str]], bool]
+"""Called with the reasons why ranks were lost; returns whether to replace them."""
+
 TEMPORARY = "longspan-launch-"
 """Prefix of a launcher's temporary folder, which only its user can read: logs and rendezvous."""
+
+SPARE = "LONGSPAN_SPARE"
+"""Set in the environment of a hot spare: a process that is started for no rank yet."""
 
 TRACEBACK = "LONGSPAN_TRACEBACK"
 """Set in the environment of each rank: the file that receives its traceback."""
@@ -44,13 +57,16 @@ def run_processes(
     received: list[int] | None = None,
     lock: int | None = None,
     on_poll: Callable[[], None] = lambda: None,
+    replacement: Sequence[str] | None = None,
+    on_lost: OnLost = lambda lost: True,
 ) -> int:
     """Run `command`, which calls `join_launcher`, as ranks 0 … nproc−1 and return one exit code.
 
     Log files are copied to `log_dir` at the end, if its parent exists by then; with `quiet` rank 0
     writes a log file too. Signals that were forwarded are appended to `received`. `on_poll` is
     called again and again while the processes run. They inherit `lock`, the descriptor of the lock
-    of their run folder.
+    of their run folder. A rank that is lost once all train is replaced by the command
+    `replacement`, if there is one and `on_lost` agrees.
     """
     _remove_leftovers()
     folder = Path(tempfile.mkdtemp(prefix=TEMPORARY))
@@ -69,50 +85,172 @@ def run_processes(
     if lock is not None:
         environment[INHERITED] = str(lock)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
-    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(command: Sequence[str], more: Mapping[str, str], log: Path | None) -> Process:
+        with contextlib.nullcontext() if log is None else log.open("ab") as output:
+            return subprocess.Popen(
+                command,
+                env={**environment, **more},
+                stdin=subprocess.PIPE if SPARE in more else None,
+                stdout=output,
+                stderr=output,
+                pass_fds=() if lock is None else (lock,),
+                start_new_session=True,  # so that Ctrl-C arrives once, through `forward`
+            )
+
+    generation = None if replacement is None else Generation(folder)
+    ranks = _Ranks(logs, start, generation, replacement or (), on_lost, quiet=quiet)
 
     def forward(number: int, frame: FrameType | None) -> None:
         if received is not None:
             received.append(number)
-        for process in processes:
-            if process.poll() is None:
-                process.send_signal(number)
+        ranks.send(number)
 
     previous = {s: signal.signal(s, forward) for s in stop_signals()}
     try:
         for rank in range(nproc):
-            rank_environment = {
-                **environment,
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                TRACEBACK: str(logs / f"rank-{rank}.traceback"),
-            }
-            with (logs / f"rank-{rank}.log").open("wb") as log:
-                output = None if rank == 0 and not quiet else log
-                processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=rank_environment,
-                        stdout=output,
-                        stderr=output,
-                        pass_fds=() if lock is None else (lock,),
-                        start_new_session=True,  # so that Ctrl-C arrives once, through `forward`
-                    )
-                )
-        _wait(processes, on_poll)
-        codes = [process.poll() for process in processes]
-        return _report(codes, logs, quiet=quiet)
+            ranks.start(rank, command)
+        ranks.wait(on_poll)
+        return _report(ranks.codes, logs, quiet=quiet)
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        ranks.kill()
         for number, handler in previous.items():
             signal.signal(number, handler)
         if log_dir.parent.is_dir():
             _copy(logs, log_dir)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(in_use)
+
+
+class _Ranks:
+    """The processes of a run by rank, and a hot spare if a lost one is to be replaced."""
+
+    def __init__(
+        self,
+        logs: Path,
+        start: Callable[[Sequence[str], Mapping[str, str], Path | None], Process],
+        generation: Generation | None,
+        replacement: Sequence[str],
+        on_lost: OnLost,
+        *,
+        quiet: bool,
+    ) -> None:
+        """`start`: starts a command with variables of its own, which writes to the console or a
+        log file.
+        """
+        self._logs, self._start, self._quiet = logs, start, quiet
+        self._generation, self._replacement, self._on_lost = generation, replacement, on_lost
+        self._processes: dict[int, Process] = {}
+        self._spare: Process | None = None
+        self._signals: list[int] = []
+        self._is_recovering, self._is_stopping = False, False
+
+    @property
+    def codes(self) -> list[int | None]:
+        """Exit codes by rank; None while a process runs."""
+        return [process.poll() for process in self._processes.values()]
+
+    def start(self, rank: int, command: Sequence[str]) -> None:
+        """Start a rank, or have the spare be one that replaces it."""
+        variables = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            TRACEBACK: str(self._traceback(rank)),
+            **({} if self._generation is None else self._generation.environment()),
+        }
+        if rank in self._processes:
+            variables[FAULT] = ""  # it was injected already
+        log = None if rank == 0 and not self._quiet else self._logs / f"rank-{rank}.log"
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.poll() is None:
+            assert spare.stdin is not None
+            spare.stdin.write(json.dumps([variables, log and str(log)]).encode() + b"\n")
+            spare.stdin.close()
+            self._processes[rank] = spare
+        else:
+            self._processes[rank] = self._start(command, variables, log)
+
+    def send(self, number: int) -> None:
+        """Send a signal to all, or keep it until lost ranks are replaced, since a process that
+        starts would not take it for a request.
+        """
+        self._is_stopping = True
+        if self._is_recovering:
+            self._signals.append(number)
+            return
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def kill(self) -> None:
+        spares = [] if self._spare is None else [self._spare]
+        for process in [*self._processes.values(), *spares]:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def wait(self, on_poll: Callable[[], None]) -> None:
+        """Wait until all have exited, or one has failed and the others have had GRACE_S to exit."""
+        deadline = None
+        while None in self.codes:
+            if self._is_recovering:
+                self._end_recovery()
+            self._keep_spare()
+            # One that ends before all are back, in whatever way, leaves the others waiting.
+            has_failed = any(self.codes) or (self._is_recovering and 0 in self.codes)
+            if deadline is None and has_failed and not self._replaces_lost():
+                deadline = time.monotonic() + GRACE_S
+            if deadline is not None and time.monotonic() > deadline:
+                return
+            on_poll()
+            time.sleep(0.05)
+
+    def _keep_spare(self) -> None:
+        """Once all ranks train, have a process ready that can replace one."""
+        generation = self._generation
+        if self._spare is None and generation is not None and generation.is_ready(len(self.codes)):
+            log = self._logs / "spare.log" if self._quiet else None
+            self._spare = self._start(self._replacement, {SPARE: "1"}, log)
+
+    def _end_recovery(self) -> None:
+        assert self._generation is not None
+        if self._generation.is_ready(len(self._processes)):
+            self._is_recovering = False
+            while self._signals:
+                self.send(self._signals.pop(0))
+
+    def _replaces_lost(self) -> bool:
+        """Replace ranks that were lost, if all others train; otherwise return False."""
+        generation = self._generation
+        if generation is None or self._is_stopping or not generation.is_ready(len(self.codes)):
+            return False
+        noticed = time.time()
+        time.sleep(SETTLE_S)  # an error of all ranks does not reach all at once
+        codes = self.codes
+        lost = {rank: self._reason(rank, code) for rank, code in enumerate(codes) if code}
+        failing = [rank for rank in range(len(codes)) if self._traceback(rank).exists()]
+        if None in lost.values() or set(failing) - lost.keys() or 0 in codes or None not in codes:
+            return False
+        if not self._on_lost({rank: str(reason) for rank, reason in lost.items()}):
+            return False
+        self._generation, self._is_recovering = generation.next(), True
+        for rank in lost:
+            self._traceback(rank).unlink(missing_ok=True)
+            self.start(rank, self._replacement)
+        self._generation.announce(list(lost), noticed)
+        return True
+
+    def _reason(self, rank: int, code: int) -> str | None:
+        """Why a rank was lost; None if it has ended itself, and so would another in its place."""
+        if code < 0:
+            return f"was killed by {signal.Signals(-code).name}"
+        traceback = self._traceback(rank)
+        text = traceback.read_text() if traceback.exists() else ""
+        # Anything else, as running out of memory, is the run's own report.
+        return f"failed:\n{text}" if text.startswith("Traceback") else None
+
+    def _traceback(self, rank: int) -> Path:
+        return self._logs / f"rank-{rank}.traceback"
 
 
 def _remove_leftovers() -> None:
@@ -140,18 +278,6 @@ def _copy(logs: Path, folder: Path) -> None:
         print(f"longspan: cannot copy the logs to {folder}: {error.strerror}", file=sys.stderr)
 
 
-def _wait(processes: Sequence[subprocess.Popen[bytes]], on_poll: Callable[[], None]) -> None:
-    """Wait until all have exited, or one has failed and the others have had GRACE_S to exit."""
-    deadline = None
-    while any(process.poll() is None for process in processes):
-        if deadline is None and any(process.poll() for process in processes):
-            deadline = time.monotonic() + GRACE_S
-        if deadline is not None and time.monotonic() > deadline:
-            return
-        on_poll()
-        time.sleep(0.05)
-
-
 def _report(codes: Sequence[int | None], logs: Path, *, quiet: bool) -> int:
     """Print which rank failed first, unless rank 0 has printed it, and return the exit code."""
     killed = [rank for rank, code in enumerate(codes) if code is not None and code < 0]
@@ -173,6 +299,20 @@ def _report(codes: Sequence[int | None], logs: Path, *, quiet: bool) -> int:
         text = (logs / f"rank-{failed[0]}.log").read_text(errors="replace")
         print(f"longspan: rank {failed[0]} exited with code {code}:\n{text}", file=sys.stderr)
     return code
+
+
+def wait_as_spare() -> None:
+    """In a hot spare, wait until it is to replace a lost rank; it has imported all by then."""
+    del os.environ[SPARE]
+    order = sys.stdin.readline()
+    if not order:  # the launcher has ended
+        raise SystemExit(1)
+    variables, log = json.loads(order)
+    os.environ.update(variables)
+    if log is not None:
+        with open(log, "ab") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
 
 
 def join_launcher() -> None:

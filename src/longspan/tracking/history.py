@@ -79,6 +79,8 @@ class Goodput:
     restarts: int
     causes: dict[str, int]
     """How many restarts each cause has led to."""
+    recoveries: int
+    """How often a lost rank was replaced while the others went on."""
     lost_steps: int
     blocked_s: float
     optimal_interval_s: float | None
@@ -91,6 +93,8 @@ class Goodput:
     def __str__(self) -> str:
         causes = ", ".join(f"{count} × {cause}" for cause, count in self.causes.items())
         restarts = counted(self.restarts, "restart") + (f" ({causes})" if causes else "")
+        if self.recoveries:
+            restarts += f", {counted(self.recoveries, 'lost rank')} replaced"
         text = (
             f"goodput {self.ratio:.0%}: {self.productive_s:.0f} s of {self.wall_s:.0f} s spent on "
             f"steps that were kept; {restarts}, {counted(self.lost_steps, 'step')} lost, blocked "
@@ -119,8 +123,16 @@ def goodput(
     optimal = None
     if failures and saves:
         optimal = math.sqrt(2 * sum(saves) / len(saves) * wall / failures)
+    recoveries = sum(event["event"] == "recovery" for event in history)
     return Goodput(
-        productive, wall, max(0, len(starts) - 1), dict(+causes), sum(lost), sum(saves), optimal
+        productive,
+        wall,
+        max(0, len(starts) - 1),
+        dict(+causes),
+        recoveries,
+        sum(lost),
+        sum(saves),
+        optimal,
     )
 
 

@@ -41,6 +41,14 @@ class Guard:
         self._steps = torch.tensor(float(average.steps), device=self._device)
         self.skipped_in_a_row = torch.zeros((), device=self._device)
 
+    def skips(self) -> tuple[int, int]:
+        """Steps that were skipped, in all and in a row."""
+        return int(self.skipped), int(self.skipped_in_a_row)
+
+    def load_skips(self, skipped: int, in_a_row: int) -> None:
+        self.skipped = torch.tensor(float(skipped), device=self._device)
+        self.skipped_in_a_row = torch.tensor(float(in_a_row), device=self._device)
+
     def norm_average(self) -> NormAverage:
         return NormAverage(norm=self._norm.item(), steps=int(self._steps))
 

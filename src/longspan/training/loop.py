@@ -21,7 +21,7 @@ from longspan.data import Prefetcher, Source
 from longspan.derived import derived_values
 from longspan.device import autocast, choose_device, resolve
 from longspan.engines import open_engine
-from longspan.errors import Diverged, OutOfMemory, Stopped
+from longspan.errors import Diverged, OutOfMemory, PeerLost, Stopped
 from longspan.export.huggingface import weight_reader
 from longspan.faults import fault_point
 from longspan.hf_config import read_llama_config
@@ -48,6 +48,7 @@ from longspan.training.folder import open_run_folder
 from longspan.training.guard import Guard
 from longspan.training.meter import meter_of
 from longspan.training.out_of_memory import explain, halve_micro_batch, is_out_of_memory, with_hint
+from longspan.training.recovery import Recovery
 from longspan.training.saving import Saver
 from longspan.training.signals import StopRequests
 from longspan.training.state import TrainState, newest_intact, resume_key
@@ -99,6 +100,7 @@ def _train_until_it_fits(run: Run, run_dir: Path, world: World, *, resume: bool)
     """Train, again and again with half the micro-batch if it runs out of memory and may do so."""
     device = choose_device(run, world.local_rank)
     given = resolve(run, device)
+    recovery = Recovery(world)
     while True:
         fitting = with_hint(given, run_dir) if resume else given
         try:
@@ -118,6 +120,7 @@ def _train_until_it_fits(run: Run, run_dir: Path, world: World, *, resume: bool)
                     run_dir,
                     device,
                     mesh,
+                    recovery,
                     resume=resume,
                     show=preparing.update,
                     on_ready=end_start,
@@ -131,7 +134,10 @@ def _train_until_it_fits(run: Run, run_dir: Path, world: World, *, resume: bool)
                 text = f"{error}\nwhen resumed, the run uses half the micro-batch"
                 raise OutOfMemory(text) from None
             print(f"longspan: {error}\nretrying with half the micro-batch", file=sys.stderr)
+        except PeerLost:
+            pass  # which frees the model and what else refers to process groups
         resume = True
+        recovery.rejoin()
         torch.cuda.empty_cache()
 
 
@@ -141,6 +147,7 @@ def _train(
     run_dir: Path,
     device: torch.device,
     mesh: ParallelMesh,
+    recovery: Recovery,
     *,
     resume: bool,
     show: Callable[[str], None],
@@ -171,52 +178,65 @@ def _train(
         key=read_key(run.checkpoint.key_file),
     )
     fault_point("start")
-    saved = newest_intact(checkpoints, mesh, state.key) if resume else None
+    recovered = recovery.fill(state, checkpoints, run.checkpoint.every, settings.steps)
+    saved = newest_intact(checkpoints, mesh, state.key) if resume and not recovered else None
     if saved:
         state.restore(saved)
-    elif settings.init_from:
+    elif settings.init_from and not recovered:
         engine.load_weights(weight_reader(Path(settings.init_from), run))
 
     if is_main:
         open_run_folder(given, run_dir, device, source, mesh.world.size)
     meter = meter_of(run, device, state.step, mesh.world.size)
+    repeats_report = recovered is not None and recovered.repeats_report
+    reported = state.step - repeats_report
+    if recovered:
+        meter.load(recovered.meter)
     on_ready()
     with (
         _record_failure(History(run_dir / HISTORY), state, run, device),  # of any rank
         History(run_dir / HISTORY if is_main else None) as history,
         StopRequests(run_dir if is_main else None) as requests,
         Watchdog(run_dir, mesh.world, settings, state.step) as watchdog,
-        MetricsFile(run_dir / "metrics.jsonl" if is_main else None, step=state.step) as metrics,
+        MetricsFile(run_dir / "metrics.jsonl" if is_main else None, step=reported) as metrics,
         Reporter(steps=settings.steps, done=state.step, silent=not is_main) as reporter,
         Prefetcher(source, settings.seed, mesh.local_samples, device) as data,
+        Saver(checkpoints, run.checkpoint, mesh, reporter.print) as saver,
+        recovery.watch(state, meter),
     ):
-        reporter.print(
-            f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
-        )
-        weights = {"weights": _weights_text(run)} if settings.init_from and not saved else {}
-        reporter.print_table({**_summary(run, engine.module, source, mesh), **weights})
-        if not evaluation.samples:
-            reporter.print("no evaluation: the validation split holds less than one sample")
-        history.write(
-            "start",
-            state.step,
-            lost_steps=max(0, watchdog.steps_before - state.step),
-            cause=exit_reason(history.events()),
-            ranks=mesh.world.size,
-        )
-        saver = Saver(checkpoints, run.checkpoint, mesh, reporter.print)
-        ended = state.step >= settings.steps
+        if recovered:
+            reporter.print(str(recovered))
+            history.write("recovery", state.step, **recovered.event())
+            saver.retry_at = state.step if recovered.has_lost_save else None
+        else:
+            reporter.print(
+                f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
+            )
+            weights = {"weights": _weights_text(run)} if settings.init_from and not saved else {}
+            reporter.print_table({**_summary(run, engine.module, source, mesh), **weights})
+            if not evaluation.samples:
+                reporter.print("no evaluation: the validation split holds less than one sample")
+            history.write(
+                "start",
+                state.step,
+                lost_steps=max(0, watchdog.steps_before - state.step),
+                cause=exit_reason(history.events()),
+                ranks=mesh.world.size,
+            )
+        ended = state.step >= settings.steps and not repeats_report
         while not ended:
-            loss, grad_norm = train_step(state, data, settings, device)
-            fault_point("step")
-            meter.add(loss)
+            if not repeats_report:
+                loss, grad_norm = train_step(state, data, settings, device)
+                fault_point("step")
+                meter.add(loss, grad_norm)
+            repeats_report = False
             stops, saves, *report = all_reduce_any(mesh, *requests.poll(), *saver.report())
             saver.proceed(*report)
             ended = stops or state.step == settings.steps
             saves = saves or ended or saver.is_due(state.step)
             reporter.step(state.step)
             if saves or _is_due(state.step, run.track.log_every):
-                line = meter.line(state, grad_norm)
+                line = meter.line(state)
                 metrics.write(line)
                 reporter.metrics(line, meter.seconds_left)
                 (skipped,) = all_reduce_max(mesh, int(guard.skipped_in_a_row))
@@ -241,6 +261,7 @@ def _train(
                     history.write("save", state.step, blocked_s=saver.blocked_s - blocked)
                 if not ended and _is_due(state.step, settings.eval_every):
                     evaluation.report(evaluation.loss(requests), state.step, reporter, metrics)
+            state.reported = state.step
 
         saver.finish_all(state)
         history.write("end", state.step, stop_requested=requests.stop)
@@ -314,7 +335,7 @@ def _record_failure(
     """Write why a run fails into its history; explain an out-of-memory error."""
     try:
         yield
-    except Stopped:
+    except (Stopped, PeerLost):
         raise
     except Exception as error:
         cause = shorten(f"{type(error).__name__}: {error}", CAUSE_WIDTH)

@@ -40,12 +40,29 @@ class Meter:
         self._context, self._global_batch, self._steps = context, global_batch, steps
         self._flops, self._peak_flops, self._device, self._step = flops, peak_flops, device, step
         self._losses: list[Tensor] = []
-        self._mark = time.perf_counter()
+        self._grad_norm = torch.tensor(math.nan)
+        self._line: dict[str, Any] = {}
+        self._mark = self._added = time.perf_counter()
         self._rates: list[float] = []
         self.last_loss: float | None = None
 
-    def add(self, loss: Tensor) -> None:
+    def add(self, loss: Tensor, grad_norm: Tensor) -> None:
         self._losses.append(loss)
+        self._grad_norm, self._added = grad_norm, time.perf_counter()
+
+    def state(self) -> dict[str, Any]:
+        """What the next line depends on, as JSON values."""
+        losses, grad_norm = [float(loss) for loss in self._losses], float(self._grad_norm)
+        seconds = self._added - self._mark
+        return {"losses": losses, "grad_norm": grad_norm, "seconds": seconds, "line": self._line}
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Continue from the `state` of another meter of the run."""
+        self._losses = [torch.tensor(loss, device=self._device) for loss in state["losses"]]
+        self._grad_norm, self._line = torch.tensor(state["grad_norm"]), state["line"]
+        self._mark = time.perf_counter() - state["seconds"]
+        if self._line:
+            self.last_loss, self._rates = self._line["loss"], [self._line["tokens_per_s"]]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -54,8 +71,13 @@ class Meter:
         yield
         self._mark += time.perf_counter() - start
 
-    def line(self, state: TrainState, grad_norm: Tensor) -> dict[str, Any]:
-        """A line of metrics over the steps since the last one; `loss` is their mean."""
+    def line(self, state: TrainState) -> dict[str, Any]:
+        """A line of metrics over the steps since the last one; `loss` is their mean.
+
+        If there were none, it is the last line.
+        """
+        if not self._losses:
+            return self._line
         losses = torch.stack(self._losses)  # non-finite for some of the skipped steps
         mean = losses.where(losses.isfinite(), torch.nan).nanmean().item()  # syncs with the device
         self.last_loss = None if math.isnan(mean) else mean
@@ -68,17 +90,18 @@ class Meter:
         mfu = None
         if self._peak_flops is not None:
             mfu = self._flops * samples_per_s / self._global_batch / self._peak_flops
-        return {
+        self._line = {
             "step": state.step,
             "tokens": state.samples * self._context,
             "loss": self.last_loss,
             "lr": float(state.engine.optimizer.param_groups[0]["lr"]),
-            "grad_norm": norm if math.isfinite(norm := grad_norm.item()) else None,
+            "grad_norm": norm if math.isfinite(norm := self._grad_norm.item()) else None,
             "skipped_steps": int(state.guard.skipped),
             "tokens_per_s": rate,
             "mfu": mfu,
             "memory_bytes": peak_memory(self._device),
         }
+        return self._line
 
     @property
     def median_rate(self) -> float | None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from longspan.checkpoint import PendingCheckpoint, TensorShard, prune, read_key
 from longspan.config import Checkpoint
-from longspan.errors import Diverged, SaveFailed
+from longspan.errors import Diverged, PeerLost, SaveFailed
 from longspan.faults import fault_point
 from longspan.parallel.collectives import all_reduce_any
 from longspan.parallel.mesh import ParallelMesh
@@ -46,13 +46,22 @@ class Saver:
         self._state: dict[str, Any] = {}
         self._thread: Thread | None = None
         self._error: Exception | None = None
-        self._retry_at: int | None = None
+        self.retry_at: int | None = None
+        """The step at which to save again after a save that has failed or was lost."""
         self.blocked_s = 0.0
         """How long training has waited for saves."""
 
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Once a rank is lost, let the thread end before the drafts of checkpoints are removed."""
+        if kind is PeerLost and self._thread is not None:
+            self._thread.join()
+
     def is_due(self, step: int) -> bool:
         every = self._settings.every
-        retries = self._retry_at is not None and step >= self._retry_at
+        retries = self.retry_at is not None and step >= self.retry_at
         return retries or (every > 0 and step % every == 0)
 
     def begin(self, state: TrainState) -> None:
@@ -63,7 +72,7 @@ class Saver:
             self.finish()
         if any(all_reduce_any(self._mesh, not state.engine.is_finite())):
             raise Diverged(f"weights are not finite after step {state.step}: lower train.lr")
-        self._retry_at = None
+        self.retry_at = None
         fault_point("staging")
         if self._thread is not None:  # it removes an old checkpoint
             self._thread.join()
@@ -106,7 +115,7 @@ class Saver:
             self._thread = Thread(target=self._prune, daemon=True)
             self._thread.start()
         if has_failed:
-            self._retry_at = pending.step + RETRY_STEPS
+            self.retry_at = pending.step + RETRY_STEPS
             reason = error or "another rank could not write, see its log"
             self._log(f"THE CHECKPOINT OF STEP {pending.step} IS NOT WRITTEN: {reason}")
             if is_main:
@@ -126,7 +135,7 @@ class Saver:
         """
         self.finish()
         for seconds in LAST_RETRIES_S:
-            if self._retry_at is None:
+            if self.retry_at is None:
                 break
             self._log(f"trying again in {seconds:g} s")
             _sleep(seconds)
@@ -134,7 +143,7 @@ class Saver:
             self.finish()
         if self._thread is not None:
             self._thread.join()
-        if self._retry_at is not None:
+        if self.retry_at is not None:
             raise SaveFailed(
                 f"the last checkpoint, of step {state.step}, could not be written to "
                 f"{self._folder}: free or repair the disk, then use --resume to continue from the "

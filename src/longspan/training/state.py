@@ -117,6 +117,10 @@ class TrainState:
     """Position in the data: samples of the endless order that were consumed or skipped."""
     skips: list[tuple[int, int]] = field(default_factory=list)
     """Ranges [a, b) of samples that are skipped, after steps on them failed repeatedly."""
+    is_whole: bool = True
+    """Whether all of it is of `step`: false while a step is applied or a checkpoint restored."""
+    reported: int = 0
+    """The newest step whose metrics, save and evaluation are done."""
 
     def next_samples(self, count: int) -> list[int]:
         """The next samples of the endless order that are not skipped."""
@@ -153,14 +157,16 @@ class TrainState:
         check_shapes(self.engine.shapes, saved)
         optimizer = _check_optimizer(saved, has_stepped=state.norm_average.steps > 0)
         rng = _read_rng_states(saved)
+        self.is_whole = False
         self.engine.load_weights(lambda name, region: saved.read(f"model/{name}", region))
         self.engine.load_optimizer(optimizer, partial(_read_optimizer, saved))
         self.engine.load_scaler_state(state.scaler)
-        _set_rng_states(rng, saved.path)
+        set_rng_states(rng, saved.path)
         self.guard.load_norm_average(state.norm_average)
         saved.close()
         self.step, self.samples = saved.step, state.samples
         self.skips = list(state.skips)
+        self.is_whole, self.reported = True, self.step
 
     def roll_back(
         self, folder: Path, skipped_steps: int, global_batch: int, max_rollbacks: int
@@ -327,7 +333,7 @@ def _read_rng_states(saved: Checkpoint) -> dict[str, Tensor]:
     return states
 
 
-def _set_rng_states(states: Mapping[str, Tensor], path: Path) -> None:
+def set_rng_states(states: Mapping[str, Tensor], path: Path) -> None:
     try:
         torch.set_rng_state(states["cpu"])
         if "cuda" in states:

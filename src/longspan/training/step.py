@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -49,7 +48,13 @@ def train_step(
     loss /= mesh.gradient_ranks
     all_reduce_loss(mesh, loss)
     fault_point("gradient norm")
-    grad_norm = engine.step(partial(state.guard.must_skip, loss))
+
+    def must_skip(norm: Tensor, *, may_overflow: bool) -> Tensor:
+        state.is_whole = False  # from here on there is no collective
+        return state.guard.must_skip(loss, norm, may_overflow=may_overflow)
+
+    grad_norm = engine.step(must_skip)
     state.step += 1
     state.samples = indices[-1] + 1
+    state.is_whole = True
     return loss, grad_norm
