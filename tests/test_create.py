@@ -138,6 +138,23 @@ def test_create_model_takes_overrides_as_a_run_does() -> None:
         create_model("a.toml", "b.toml")
 
 
+def test_the_blocks_are_checkpointed_as_the_run_says() -> None:
+    models = [create_model(*ITEMS, f"train.activation_checkpointing={x}") for x in ("none", "full")]
+    saved = []
+    for model in models:
+        sizes: list[int] = []
+
+        def save(x: Tensor, sizes: list[int] = sizes) -> Tensor:
+            sizes.append(x.numel())
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+            model(*samples())
+        saved.append(sum(sizes))
+    assert saved[1] < saved[0] / 4
+    assert models[0].state_dict().keys() == models[1].state_dict().keys()
+
+
 def test_create_model_does_not_pretend_to_load_weights(tmp_path: Path) -> None:
     shape = {"num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 256}
     config = {"model_type": "llama", **shape, "intermediate_size": 128, "tie_word_embeddings": True}

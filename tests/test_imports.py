@@ -46,6 +46,7 @@ MAY_IMPORT = {
     "sketch_run": MODEL | RUN | {"parallel", "trained", "training"},
     "drill": {"checkpoint", "config", "runfile", "tracking"},
     "create": MODEL | {"device", "parallel", "runfile"},
+    "compat": {"attention", "create", "parallel", "sketching"},
     "verification": {"checkpoint", "config", "launching", "runfile", "tracking"},
     "benchmarks": MODEL | RUN | {"parallel", "engines", "planning", "sketch_run", "training"},
     "cli": MODEL

@@ -17,7 +17,7 @@ from longspan.config import Run
 from longspan.device import autocast, choose_device, resolve
 from longspan.errors import UserError
 from longspan.models import Decoder, build_decoder, new_decoder
-from longspan.parallel.apply import materialize, parallelize
+from longspan.parallel.apply import apply_to_blocks, materialize, parallelize
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World, world_of_environment
 from longspan.runfile import load_run
@@ -45,13 +45,13 @@ def create_model(
 
     `create_model("run.toml", "model.hidden=256")(tokens, targets)`, both (batch, tokens), returns
     the summed cross-entropy; targets of −100 are ignored. Without targets it returns the logits
-    (batch, tokens, vocab). The whole model is on `device`, by default the CPU.
+    (batch, tokens, vocab). The whole model is on `device`, by default the CPU. The run's
+    `train.activation_checkpointing` and `train.compile = true` apply to its blocks.
 
     With `layout`, keys of [layout] that override the run's (`layout={"tensor": 2}`; `{}` takes the
     run's), each process of an initialised process group gets its share of the model: DDP, FSDP2,
-    tensor, sequence (context) and pipeline parallelism as in `longspan train`, with the run's
-    activation checkpointing and compilation, on this rank's device. A single process needs no
-    process group.
+    tensor, sequence (context) and pipeline parallelism as in `longspan train`, on this rank's
+    device. A single process needs no process group.
 
     - Gradients are averaged over the ranks that read different tokens: divide each rank's loss by
       the number of its own targets.
@@ -75,8 +75,12 @@ def create_model(
                 )
         run = load_run(file, overrides, world=None)
         _check_weights(run)
-        return build_decoder(run, torch.device(device or "cpu"))
+        model = build_decoder(run, torch.device(device or "cpu"))
+        apply_to_blocks(model, run.train)
+        return model
     world = _world()
+    if file is None:
+        overrides.insert(0, "train.device=auto")  # the built-in run is on the CPU
     overrides += [f"layout.{key}={toml_value(value)}" for key, value in layout.items()]
     run = load_run(file, _with_batch(file, overrides, world.size), world=world.size)
     _check_weights(run)
@@ -86,10 +90,10 @@ def create_model(
         train = run.train.model_copy(update={"precision": "fp32"})
         run = run.model_copy(update={"train": train})
     run = resolve(run, where)
-    model = new_decoder(run)
+    decoder = new_decoder(run)
     with open_mesh(run.layout, world, where) as mesh:  # which leaves the process group open
-        module = parallelize(model, mesh, run.layout, run.train, partial(autocast, run.train))
-        return materialize(module, model, mesh, run.layout, run.train, where)
+        module = parallelize(decoder, mesh, run.layout, run.train, partial(autocast, run.train))
+        return materialize(module, decoder, mesh, run.layout, run.train, where)
 
 
 def _world() -> World:
