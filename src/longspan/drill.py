@@ -122,12 +122,12 @@ class Report:
         return {**asdict(self), "passed": self.passed}
 
     def __str__(self) -> str:
-        rows = [f"{'fault':<44}{'exit':>5}{'step':>6}{'lost':>6}{'ended in':>10}{'resumed in':>12}"]
+        rows = [f"{'fault':<52}{'exit':>5}{'step':>6}{'lost':>6}{'ended in':>10}{'resumed in':>12}"]
         for o in self.outcomes:
             ended, back = ("–" if x is None else f"{x:.1f} s" for x in (o.ended_s, o.recovered_s))
             code = "–" if o.exit_code is None else str(o.exit_code)
             fault = o.fault + ", replaced" * o.is_replaced
-            row = f"{fault:<44}{code:>5}{o.at_step:>6}{o.steps_lost:>6}{ended:>10}{back:>12}"
+            row = f"{fault:<52}{code:>5}{o.at_step:>6}{o.steps_lost:>6}{ended:>10}{back:>12}"
             rows.append(row)
         rows.append(f"skipped steps with NaN loss: {', '.join(map(str, self.nan_steps))}")
         if any("disk full" in o.fault for o in self.outcomes):

@@ -89,7 +89,7 @@ class FaultyRun:
             taken = max(steps(self.run_dir, "loss"), default=0)
             return len(found) == count and taken > found[-1]["step"] + 1
 
-        wait_until(has_recovered)
+        wait_until(has_recovered, 300)
 
     def finish(self) -> str:
         _, errors = self._process.communicate(timeout=300)
@@ -115,7 +115,7 @@ def test_a_lost_rank_is_replaced_and_the_run_ends_with_the_same_bytes(
     run = FaultyRun(run_dir, world, slow, f"kill@staging:{lost[0]}:2")
     try:
         for count, rank in enumerate(lost):
-            wait_until(lambda: len(run.pids()) == world)
+            wait_until(lambda: len(run.pids()) == world, 300)
             before = run.pids()
             if count > 0:
                 os.kill(before[rank], signal.SIGKILL)
