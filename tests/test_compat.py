@@ -20,6 +20,7 @@ from longspan import (
     create_model,
 )
 from tests.harness import Ranks
+from tests.test_docs import ROOT
 
 BRANCHES = ([16, 64], [1, 4])
 MULTIHEAD = (32, 4, *BRANCHES)
@@ -202,3 +203,12 @@ def test_what_is_not_honoured_is_refused_by_name(
 ) -> None:
     with pytest.raises(UserError, match=message):
         getattr(compat, name)(*arguments, **options)
+
+
+def test_the_page_of_the_guides_has_every_name() -> None:
+    page = (ROOT / "docs" / "from-the-guides.md").read_text()
+    values = {name: value for name, value in vars(compat).items() if not name.startswith("_")}
+    names = {n for n, v in values.items() if getattr(v, "__module__", "") == compat.__name__}
+    assert len(names) == 8
+    for name in names | compat.INSTEAD.keys() - {"ring_size"}:
+        assert name in page, name

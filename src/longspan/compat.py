@@ -27,13 +27,10 @@ INSTEAD = {
     "use_deepspeed": "pass the model to deepspeed.initialize, or use engine.name=deepspeed",
     "zero_stage": "pass it in DeepSpeed's configuration, or use layout.zero of a run",
     "cpu_offload": "use layout.offload of a run",
-    "use_fairscale": "FairScale is not used: model_parallel splits the heads by DTensor",
     "use_fp16": "use torch.autocast, or train.precision of a run",
     "use_bf16": "use torch.autocast, or train.precision of a run",
-    "use_8bit_optimizer": "use train.optimizer=adamw8bit of a run",
     "compile_model": "use torch.compile, or train.compile of a run",
     "ring_size": "the ring is the process group: one rank per process",
-    "use_flash_attention": "the backend is chosen for the device: see choose_backend",
 }
 """What to do for options that these classes do not have."""
 
