@@ -76,7 +76,7 @@ def laid_out_step(rank: int, world: int, layout: dict[str, int]) -> dict[str, Te
 def test_a_laid_out_model_has_the_gradients_of_one_process(
     ranks: Ranks, world: int, layout: dict[str, int]
 ) -> None:
-    model = create_model(*ITEMS)
+    model = create_model(*ITEMS, "train.activation_checkpointing=none")
     tokens, targets = samples()
     loss = model(tokens, targets) / targets.numel()
     loss.backward()
@@ -88,7 +88,7 @@ def test_a_laid_out_model_has_the_gradients_of_one_process(
 
 
 def test_one_process_needs_no_process_group() -> None:
-    model = create_model(*ITEMS, layout={})
+    model = create_model(*ITEMS, device="cpu", layout={})
     tokens, targets = samples()
     whole = create_model(*ITEMS)
     torch.testing.assert_close(model(tokens, targets), whole(tokens, targets))
@@ -128,7 +128,7 @@ def test_a_run_file_with_its_layout(tmp_path: Path) -> None:
     """A batch that fits other ranks than these is no concern of the model."""
     file = tmp_path / "run.toml"
     file.write_text("[layout]\nzero = 2\n[train]\nglobal_batch = 3\nmicro_batch = 3\n")
-    assert create_model(file, "data.context=64", layout={}) is not None
+    assert create_model(file, "data.context=64", device="cpu", layout={}) is not None
 
 
 def test_create_model_takes_overrides_as_a_run_does() -> None:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from longspan.attention import BlockSparse, DilatedAttention, MultiheadDilatedAttention
 from longspan.create import create_model
 from longspan.errors import UserError
+from longspan.parallel.mesh import device_type_of
 from longspan.parallel.tensor import FeatureParallel
 from longspan.sketching import SKLinear
 
@@ -269,7 +270,7 @@ class TensorParallelSKLinear(nn.Module):
 
 def _mesh(group: dist.ProcessGroup) -> DeviceMesh:
     """The one-dimensional mesh of a process group."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = device_type_of(group)
     if group is dist.group.WORLD:
         return init_device_mesh(device, (dist.get_world_size(),))
     return DeviceMesh.from_group(group, device)

@@ -18,7 +18,7 @@ from longspan.device import autocast, choose_device, resolve
 from longspan.errors import UserError
 from longspan.models import Decoder, build_decoder, new_decoder
 from longspan.parallel.apply import apply_to_blocks, materialize, parallelize
-from longspan.parallel.mesh import open_mesh
+from longspan.parallel.mesh import device_type_of, open_mesh
 from longspan.parallel.world import World, world_of_environment
 from longspan.runfile import load_run
 from longspan.wording import toml_value
@@ -50,8 +50,8 @@ def create_model(
 
     With `layout`, keys of [layout] that override the run's (`layout={"tensor": 2}`; `{}` takes the
     run's), each process of an initialised process group gets its share of the model: DDP, FSDP2,
-    tensor, sequence (context) and pipeline parallelism as in `longspan train`, on this rank's
-    device. A single process needs no process group.
+    tensor, sequence (context) and pipeline parallelism as in `longspan train`, by default on the
+    GPU of its local rank, or on the CPU if the group has no NCCL. A single process needs no group.
 
     - Gradients are averaged over the ranks that read different tokens: divide each rank's loss by
       the number of its own targets.
@@ -85,6 +85,8 @@ def create_model(
     run = load_run(file, _with_batch(file, overrides, world.size), world=world.size)
     _check_weights(run)
     _check_layout(run)
+    if device is None and dist.is_initialized() and run.train.device == "auto":
+        device = None if device_type_of() == "cuda" else "cpu"
     where = choose_device(run, world.local_rank) if device is None else torch.device(device)
     if run.train.precision == "auto":
         train = run.train.model_copy(update={"precision": "fp32"})

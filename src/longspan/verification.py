@@ -84,7 +84,8 @@ def verify(
     """Train `steps` steps of a run in one process and in its layout, and compare the results.
 
     The run is that of `load_run(file, overrides)`, and `nproc` by default what its layout needs:
-    `verify("run.toml", ["layout.shard=2"]).agrees`. It starts the processes itself.
+    `verify("run.toml", ["layout.shard=2"]).agrees`. It starts the processes itself;
+    if one of the two runs fails it raises SystemExit, with their messages on stderr.
     """
     if steps < 1:
         raise UserError(f"--steps must be at least 1, got {steps}")

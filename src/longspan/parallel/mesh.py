@@ -102,6 +102,11 @@ def init_parameter_mesh(ranks: Mapping[str, int], device: torch.device) -> Devic
     return init_device_mesh(device.type, shape, mesh_dim_names=MESH_AXES)
 
 
+def device_type_of(group: dist.ProcessGroup | None = None) -> str:
+    """The devices of a group's ranks: "cuda" if NCCL connects them, else "cpu"."""
+    return "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
+
+
 @contextmanager
 def open_mesh(
     layout: Layout, world: World, device: torch.device, timeout_s: float = 600.0
