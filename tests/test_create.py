@@ -18,7 +18,7 @@ from tests.harness import Ranks
 
 ITEMS = ["model.hidden=32", "model.layers=2", "model.heads=4", "data.context=64"]
 ITEMS += ["attention.segment_lengths=[16,64]", "attention.dilation_rates=[1,4]"]
-ITEMS += ["train.activation_checkpointing=full", "train.global_batch=4"]
+ITEMS += ["train.activation_checkpointing=full"]
 BATCH = 4
 
 
@@ -30,7 +30,7 @@ def samples() -> tuple[Tensor, Tensor]:
 
 def laid_out_step(rank: int, world: int, layout: dict[str, int]) -> dict[str, Tensor]:
     """Gradients of the mean loss, and the loss, by the names of one process."""
-    model = create_model(*ITEMS, layout=layout)
+    model = create_model(*ITEMS, "train.global_batch=4", layout=layout)
     tokens, targets = samples()
     data_ranks = world // layout.get("tensor", 1) // layout.get("sequence", 1)
     data_ranks //= layout.get("pipeline", 1)
@@ -100,7 +100,6 @@ def wrong_layouts(rank: int, world: int) -> list[str]:
         ([], {"tensor": 3}),
         (["model.heads=3", "model.hidden=48"], {"tensor": 2}),
         (["engine.name=deepspeed"], {}),
-        (["train.offload_activations=true"], {}),
         ([], {"tensr": 2}),
     ):
         with pytest.raises(UserError) as error:
@@ -113,11 +112,17 @@ def test_a_layout_that_does_not_fit_is_refused(
     ranks: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     errors = ranks.run(wrong_layouts, 2)[0]
-    words = "there are 2", "layout.tensor", "engine.name is 'deepspeed'", "offload_activations"
+    words = "there are 2", "layout.tensor", "engine.name=deepspeed has no effect on a model"
     for error, word in zip(errors, [*words, "did you mean layout.tensor?"], strict=True):
         assert word in error, error
     with pytest.raises(UserError, match=r"pass layout=\{'tensor': 2\}"):
         create_model("layout.tensor=2")
+    with pytest.raises(UserError, match=r"train.precision=bf16 has no effect without .*layout={}"):
+        create_model("train.precision=bf16")
+    with pytest.raises(UserError, match=r"train.lr=0.1 has no effect on a model: leave it out"):
+        create_model("train.lr=0.1", layout={})
+    with pytest.raises(UserError, match=r"did you mean train\.seed"):
+        create_model("train.sed=1")
     for name, value in (("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     with pytest.raises(UserError, match=r"call torch.distributed.init_process_group\(\) first"):
@@ -129,6 +134,14 @@ def test_a_run_file_with_its_layout(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[layout]\nzero = 2\n[train]\nglobal_batch = 3\nmicro_batch = 3\n")
     assert create_model(file, "data.context=64", device="cpu", layout={}) is not None
+    for text, word in (
+        ('[engine]\nname = "deepspeed"', "engine.name is 'deepspeed'"),
+        ("[train]\noffload_activations = true", "offload_activations = true"),
+    ):
+        file.write_text(text)
+        assert create_model(file) is not None  # the engine and the loop are yours
+        with pytest.raises(UserError, match=word):
+            create_model(file, layout={})
 
 
 def test_create_model_takes_overrides_as_a_run_does() -> None:

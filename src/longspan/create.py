@@ -23,6 +23,17 @@ from longspan.parallel.world import World, world_of_environment
 from longspan.runfile import load_run
 from longspan.wording import toml_value
 
+OF_MODEL = (
+    *("model.", "attention.", "data.source", "data.context"),
+    *("train.seed", "train.activation_checkpointing", "train.compile"),
+)
+"""Keys of a run that decide its model."""
+OF_LAYOUT = (
+    *("layout.", "train.device", "train.precision"),
+    *("train.micro_batch", "train.global_batch"),
+)
+"""Keys that decide how it is laid out."""
+
 
 @overload
 def create_model(*items: str | Path, device: torch.device | str | None = None) -> Decoder: ...
@@ -66,15 +77,10 @@ def create_model(
         raise UserError(f"expected one run file, got {', '.join(files)}")
     file = Path(files[0]) if files else None
     overrides = [item for item in map(str, items) if "=" in item]
+    run = load_run(file, overrides, world=None)
+    _check_weights(run)
+    _check_effect(overrides, has_layout=layout is not None)
     if layout is None:
-        for item in overrides:
-            if item.startswith("layout."):
-                key, _, value = item.removeprefix("layout.").partition("=")
-                raise UserError(
-                    f"{item} has no effect without layout: pass layout={{{key!r}: {value}}}"
-                )
-        run = load_run(file, overrides, world=None)
-        _check_weights(run)
         model = build_decoder(run, torch.device(device or "cpu"))
         apply_to_blocks(model, run.train)
         return model
@@ -83,7 +89,6 @@ def create_model(
         overrides.insert(0, "train.device=auto")  # the built-in run is on the CPU
     overrides += [f"layout.{key}={toml_value(value)}" for key, value in layout.items()]
     run = load_run(file, _with_batch(file, overrides, world.size), world=world.size)
-    _check_weights(run)
     _check_layout(run)
     if device is None and dist.is_initialized() and run.train.device == "auto":
         device = None if device_type_of() == "cuda" else "cpu"
@@ -124,6 +129,19 @@ def _with_batch(file: Path | None, overrides: list[str], world: int) -> list[str
     ranks = run.layout.resolve(world)
     batch = run.train.micro_batch * ranks["replicate"] * ranks["shard"]
     return [*overrides, f"train.global_batch={batch}"]
+
+
+def _check_effect(overrides: list[str], *, has_layout: bool) -> None:
+    """Refuse overrides that change nothing of the model; a run file may have them."""
+    for item in overrides:
+        key, _, value = item.partition("=")
+        if key.startswith(OF_MODEL) or (has_layout and key.startswith(OF_LAYOUT)):
+            continue
+        if not key.startswith(OF_LAYOUT):
+            raise UserError(f"{item} has no effect on a model: leave it out")
+        name = key.removeprefix("layout.")
+        layout = f"{{{name!r}: {value}}}" if name != key else "{}"
+        raise UserError(f"{item} has no effect without layout: pass layout={layout}")
 
 
 def _check_weights(run: Run) -> None:
