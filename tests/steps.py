@@ -17,7 +17,7 @@ from longspan.device import autocast, resolve
 from longspan.engines import open_engine
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World
-from longspan.training.evaluation import Evaluation
+from longspan.training.evaluation import DecoderEvaluation
 from longspan.training.guard import Guard
 from longspan.training.signals import StopRequests
 from longspan.training.state import TrainState, resume_key
@@ -54,7 +54,7 @@ def run_steps(rank: int, world: int, run: Run, count: int) -> Steps:
     run = resolve(run, CPU)
     with open_state(run, rank, world) as (state, data):
         steps = [train_step(state, data, run.train, CPU) for _ in range(count)]
-        evaluation = Evaluation(
+        evaluation = DecoderEvaluation(
             state.engine, data.source, run.train, CPU, state.mesh, lambda: autocast(run.train)
         )
         loss = evaluation.loss(StopRequests(None))

@@ -21,6 +21,7 @@ NAMES = [
     *["DilatedAttention", "BlockSparseAttention"],
     *["MultiheadDilatedAttention", "MultiheadBlockSparseAttention", "KVCache"],
     *["SKLinear", "LowRankLinear", "sketch", "to_dense"],
+    *["Trainer", "Task", "load_weights", "Run"],
     *["load_run", "create_model", "train", "verify", "plan", "UserError"],
 ]
 

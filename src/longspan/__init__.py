@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from longspan.attention import MultiheadDilatedAttention as MultiheadDilatedAttention
     from longspan.attention import attend as attend
     from longspan.attention import attend_sharded as attend_sharded
+    from longspan.config import Run as Run
     from longspan.create import create_model as create_model
     from longspan.errors import UserError as UserError
     from longspan.planning.plan import plan as plan
@@ -28,7 +29,10 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from longspan.sketching import SKLinear as SKLinear
     from longspan.sketching import sketch as sketch
     from longspan.sketching import to_dense as to_dense
+    from longspan.trained import load_weights as load_weights
     from longspan.training import train as train
+    from longspan.training.module_task import Task as Task
+    from longspan.training.trainer import Trainer as Trainer
     from longspan.verification import verify as verify
 
 __version__ = "0.1.0"
@@ -48,6 +52,10 @@ PUBLIC = {
     "LowRankLinear": "longspan.sketching",
     "sketch": "longspan.sketching",
     "to_dense": "longspan.sketching",
+    "Trainer": "longspan.training.trainer",
+    "Task": "longspan.training.module_task",
+    "load_weights": "longspan.trained",
+    "Run": "longspan.config",
     "load_run": "longspan.runfile",
     "create_model": "longspan.create",
     "train": "longspan.training",

@@ -42,6 +42,8 @@ def follow(tables: Mapping[str, Any], given: Collection[str], world: int | None)
     world = run.layout.min_world_size if world is None else world
     if not layout_problems(run.layout.ranks(), world):
         values |= _fit(run, given, run.layout.resolve(world))
+    if run.model.factory:
+        values = {path: value for path, value in values.items() if path.startswith("train.")}
     keeps_model = "model.preset" in given or run.train.init_from
     for path, value in values.items():
         section, key = path.split(".")

@@ -31,6 +31,8 @@ Integers = Annotated[tuple[Positive, ...], Field(strict=False)]  # TOML has list
 
 
 class Section(BaseModel):
+    """A table of the run file: frozen, with checked keys."""
+
     model_config = ConfigDict(
         extra="forbid",
         frozen=True,
@@ -65,6 +67,10 @@ def default_ffn(hidden: int) -> int:
 
 
 class Model(Section):
+    factory: str = ""
+    """Trains your own model instead of the decoder: "package.module:function", which is called with
+    the run and returns a `longspan.Task`. The other keys of [model], [attention] and [data] have no
+    effect then, and are refused."""
     preset: Literal["tiny", "125m", "350m", "1.3b", "7b", "13b"] = "tiny"
     """Named model size; every other key of this section overrides one of its values."""
     layers: Positive = 2

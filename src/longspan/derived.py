@@ -13,9 +13,8 @@ from longspan.wording import counted
 def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
     """Return what follows from a run on `ranks` per axis: attention, batch, tokens, layout."""
     train, context = run.train, run.data.context
-    data_parallel = ranks["replicate"] * ranks["shard"]
-    accumulation = train.global_batch // (train.micro_batch * data_parallel)
     tokens, steps = train.global_batch * context, counted(train.steps, "step")
+    batch = batch_values(run, ranks)
     linear = {} if run.model.linear == "dense" else {"linear layers": _linear_text(run.model)}
     data_vocab = {"vocabulary": _vocab_text(run)} if is_folder(run.data.source) else {}
     return {
@@ -24,9 +23,19 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
         "attention": f"{run.attention.kind}{_pattern_text(run.attention)}, context {context:,}, "
         f"RoPE theta {run.model.rope_theta_for(context):,.0f}",
         "reach": reach_text(run),
+        "batch": batch.pop("batch"),
+        "tokens": f"{tokens:,} per step × {steps} = {tokens * train.steps:,}",
+        **batch,
+    }
+
+
+def batch_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
+    """Return what follows from a run whatever its model is: batch, learning rate, layout."""
+    train, data_parallel = run.train, ranks["replicate"] * ranks["shard"]
+    accumulation = train.global_batch // (train.micro_batch * data_parallel)
+    return {
         "batch": f"{train.global_batch} = micro-batch {train.micro_batch} × gradient accumulation "
         f"{accumulation} × data-parallel {data_parallel}",
-        "tokens": f"{tokens:,} per step × {steps} = {tokens * train.steps:,}",
         "learning rate": f"{train.peak_lr:g} peak, {train.schedule}, {_warmup_text(train)}",
         "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items())
         + (f", ZeRO stage {run.layout.zero}" if ranks["shard"] > 1 else ""),

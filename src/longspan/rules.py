@@ -144,6 +144,16 @@ def _init_from_rules(model: Model, train: Train) -> Problems:
         )
 
 
+def _factory_rules(model: Model, train: Train) -> Problems:
+    module, _, name = model.factory.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), name]):
+        message = f'expected "package.module:function", got "{model.factory}"'
+        yield Problem("model.factory", message)
+    if train.init_from:
+        message = "is not supported with model.factory: load the weights in the factory"
+        yield Problem("train.init_from", message)
+
+
 def _recall_rules(model: Model, data: Data) -> Problems:
     if data.source != "recall":
         return
@@ -165,12 +175,14 @@ def _recall_rules(model: Model, data: Data) -> Problems:
         )
 
 
-def _layout_rules(layout: Layout, model: Model, data: Data, train: Train, world: int) -> Problems:
-    if problems := layout_problems(layout.ranks(), world):
-        yield from (Problem("layout", message) for message in problems)
+def _decoder_layout_rules(
+    layout: Layout, model: Model, data: Data, train: Train, world: int
+) -> Problems:
+    """What a layout asks of the decoder."""
+    if layout_problems(layout.ranks(), world):
         return
     ranks = layout.resolve(world)
-    tensor, precision = ranks["tensor"], train.precision
+    tensor = ranks["tensor"]
     if ranks["pipeline"] > 1:
         yield from _pipeline_problems(layout, ranks, model, train)
         if layout.schedule == "zbv":
@@ -199,6 +211,31 @@ def _layout_rules(layout: Layout, model: Model, data: Data, train: Train, world:
                 f"{tensor} does not divide the {tokens} tokens of a rank: change data.context or "
                 "set layout.megatron_sequence_parallel = false",
             )
+
+
+def _module_layout_rules(layout: Layout, model: Model, world: int) -> Problems:
+    """What a model of the user's own cannot be split by."""
+    if layout_problems(layout.ranks(), world):
+        return
+    ranks = layout.resolve(world)
+    advice = {
+        "sequence": "give sequence_parallel=group to the attention modules of the model instead",
+        "pipeline": "use layout.shard or layout.tensor",
+    }
+    for axis, text in advice.items():
+        if ranks[axis] > 1:
+            message = f"{ranks[axis]} is not supported with model.factory: {text}"
+            yield Problem(f"layout.{axis}", message)
+    if layout.megatron_sequence_parallel:
+        message = "is not supported with model.factory: use false, and say it in the task's plan"
+        yield Problem("layout.megatron_sequence_parallel", message)
+
+
+def _layout_rules(layout: Layout, train: Train, world: int) -> Problems:
+    if problems := layout_problems(layout.ranks(), world):
+        yield from (Problem("layout", message) for message in problems)
+        return
+    ranks, precision = layout.resolve(world), train.precision
     if layout.zero == 0 and ranks["sequence"] > 1:
         message = "0 is not supported with layout.sequence, which shards parameters: use 1, 2 or 3"
         yield Problem("layout.zero", message)
@@ -353,23 +390,25 @@ def _deepspeed_problems(
         yield Problem("engine.nvme_path", 'is required by "nvme": set a folder on a fast disk')
 
 
-RULES: tuple[Callable[..., Problems], ...] = (
+RULES: tuple[Callable[..., Problems], ...] = (_train_rules, _layout_rules, _engine_rules)
+DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     _model_rules,
     _sketch_rules,
     attention_rules,
-    _train_rules,
     _init_from_rules,
     _recall_rules,
-    _layout_rules,
-    _engine_rules,
+    _decoder_layout_rules,
 )
+MODULE_RULES: tuple[Callable[..., Problems], ...] = (_factory_rules, _module_layout_rules)
 
 
 def check_rules(sections: Mapping[str, Section], world: int | None) -> list[Problem]:
     """Return the problems of every rule whose sections are valid; `world` is the process count."""
     known: dict[str, Any] = {**sections, **({} if world is None else {"world": world})}
     problems: list[Problem] = []
-    for rule in RULES:
+    model = sections.get("model")
+    has_factory = isinstance(model, Model) and bool(model.factory)
+    for rule in (*(MODULE_RULES if has_factory else DECODER_RULES), *RULES):
         needs = inspect.signature(rule).parameters
         if set(needs) <= set(known):
             problems += rule(**{name: known[name] for name in needs})

@@ -71,6 +71,8 @@ def load_run(
     name = str(path) if path else f'built-in run "{builtin}"'
     base = _read(Path(path)) if path else read_builtin(builtin)
     changes = dict(map(_parse_override, overrides))
+    if path is None and changes.get(("model", "factory")):  # a built-in run is one of the decoder
+        base = {"train": {"device": base["train"].get("device", "auto")}}
     tables = _override(base, changes)
     if path is None:
         given = {".".join(keys) for keys in changes}
@@ -96,8 +98,12 @@ def parse_run(
 
     `replaced`: what the overridden keys, as (section, key), would be without the overrides.
     """
-    tables, weights, problems = _fill_from_weights(_fill_branches(dict(tables)))
-    tables = _fill_vocab(tables)
+    problems = _problems_of_factory(tables)
+    if problems is None:
+        tables, weights, problems = _fill_from_weights(_fill_branches(dict(tables)))
+        tables = _fill_vocab(tables)
+    else:
+        weights = None
     problems += [
         Problem(key, f"unknown section{_suggest_section(key)}")
         for key in tables
@@ -128,8 +134,39 @@ def parse_run(
 
 
 def dump_run(run: Run) -> str:
-    """Return the run as TOML with all defaults written out; unset optional keys are omitted."""
-    return tomli_w.dumps(run.model_dump(mode="json", exclude_none=True))
+    """Return the run as TOML with all defaults written out; unset optional keys are omitted.
+
+    With `model.factory`, so are the keys that have no effect then.
+    """
+    tables = run.model_dump(mode="json", exclude_none=True)
+    if run.model.factory:
+        tables |= {"model": {"factory": run.model.factory}}
+        tables |= {"data": {key: tables["data"][key] for key in FACTORY_DATA_KEYS}}
+        del tables["attention"]
+    return tomli_w.dumps(tables)
+
+
+FACTORY_DATA_KEYS = ("accept_changed",)
+"""The keys of [data] that hold for the dataset of a user's own task."""
+
+
+def _problems_of_factory(tables: Mapping[str, Any]) -> list[Problem] | None:
+    """Return the keys that have no effect with `model.factory`; None without it."""
+    model = tables.get("model")
+    if not isinstance(model, Mapping) or not model.get("factory"):
+        return None
+    allowed = {
+        "model": ("factory",),
+        "attention": (),
+        "data": FACTORY_DATA_KEYS,
+    }
+    return [
+        Problem(f"{section}.{key}", "has no effect with model.factory: remove it")
+        for section, keys in allowed.items()
+        if isinstance(table := tables.get(section, {}), Mapping)
+        for key in table
+        if key in SECTIONS[section].model_fields and key not in keys
+    ]
 
 
 def new_run_dir(parent: Path, run_file: Path | None) -> Path:

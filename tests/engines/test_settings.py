@@ -501,11 +501,11 @@ def test_fsdp2_of_accelerate_follows_the_layout_alone(monkeypatch: pytest.Monkey
     for name in ("OFFLOAD_PARAMS", "ACTIVATION_CHECKPOINTING", "ACTIVATION_CHECKPOINTING_OFFLOAD"):
         monkeypatch.setenv(f"FSDP_{name}", "true")
     monkeypatch.setenv("FSDP_CPU_RAM_EFFICIENT_LOADING", "true")  # which the plugin sets itself
-    plugin = fsdp_plugin(library, Layout(zero=2, gradient_compression="bf16"))
+    plugin = fsdp_plugin(library, Layout(zero=2, gradient_compression="bf16"), ["Block"])
     assert plugin.mixed_precision_policy.reduce_dtype is torch.bfloat16
     assert plugin.activation_checkpointing is plugin.reshard_after_forward is False
     assert not isinstance(plugin.cpu_offload, CPUOffloadPolicy)
-    exact = fsdp_plugin(library, Layout())
+    exact = fsdp_plugin(library, Layout(), ["Block"])
     assert exact.mixed_precision_policy.reduce_dtype is torch.float32
     assert exact.reshard_after_forward
 

@@ -12,7 +12,7 @@ from longspan.data import collate
 from longspan.data.build import build
 from longspan.runfile import load_run
 from longspan.tracking import Reporter
-from longspan.training.evaluation import Evaluation, sample_text
+from longspan.training.evaluation import DecoderEvaluation, sample_text
 from longspan.training.signals import StopRequests
 from tests.harness import Ranks
 from tests.steps import CPU, open_state
@@ -58,7 +58,7 @@ def evaluate(
         model.register_forward_pre_hook(lambda *_: calls.append(None))
         for samples in (6, 5, 0):
             train = run.train.model_copy(update={"eval_samples": samples})
-            evaluation = Evaluation(
+            evaluation = DecoderEvaluation(
                 state.engine, data.source, train, CPU, state.mesh, torch.no_grad
             )
             assert len(evaluation.samples) == samples

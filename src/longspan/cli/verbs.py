@@ -115,11 +115,13 @@ def _print_result(result: Result, *, as_json: bool) -> None:
         return
     if result.sample is not None:
         print(f"\nsample:\n{result.sample}\n")
-    if result.validation_loss is not None:
+    if result.validation_loss is not None and result.baseline is not None:
         print(
             f"validation loss {result.validation_loss:.4f} nats per token; "
             f"{result.baseline} {result.baseline_loss:.4f} on the same tokens"
         )
+    elif result.validation_loss is not None:
+        print(f"validation loss {result.validation_loss:.6g}")
     print(f"run folder: {result.run_dir}")
 
 
@@ -479,7 +481,7 @@ def _signing_key(args: argparse.Namespace) -> bytes | None:
 
 
 def config_show(args: argparse.Namespace) -> None:
-    from longspan.derived import derived_values
+    from longspan.derived import batch_values, derived_values
     from longspan.runfile import dump_run, load_run
 
     if args.nproc < 1:
@@ -507,7 +509,11 @@ def config_show(args: argparse.Namespace) -> None:
     from longspan.costs import count_parameters
 
     with loading():  # the reach of an attention pattern needs it
-        derived = {"parameters": f"{count_parameters(run.model):,}", **derived_values(run, ranks)}
+        if run.model.factory:
+            derived = batch_values(run, ranks)
+        else:
+            parameters = {"parameters": f"{count_parameters(run.model):,}"}
+            derived = parameters | derived_values(run, ranks)
     if args.json:
         print(json.dumps({"run": run.model_dump(mode="json"), "derived": derived}))
         return

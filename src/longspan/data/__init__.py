@@ -1,5 +1,7 @@
 """Training data: token shards on disk, sources of samples, and their stateless shuffling."""
 
+from longspan.data.dataset import DatasetSource, Failure
+from longspan.data.loader import DatasetLoader
 from longspan.data.prefetch import Prefetcher
 from longspan.data.source import (
     Baseline,
@@ -14,6 +16,9 @@ from longspan.data.source import (
 __all__ = [
     "Baseline",
     "Batch",
+    "DatasetLoader",
+    "DatasetSource",
+    "Failure",
     "Prefetcher",
     "Sample",
     "Source",

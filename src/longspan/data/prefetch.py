@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longspan.data.source import Batch, Source, collate
+from longspan.data.source import Source, collate
 
 if TYPE_CHECKING:
     import torch
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
 class StepData(NamedTuple):
     """The samples of a step."""
 
-    batch: Batch
+    batch: Any
     """This rank's, in host memory; pinned for a GPU, so that copies to it are asynchronous."""
-    targets: int
-    """The number of positions with a target in the samples of all ranks."""
+    targets: int | None
+    """The number of positions with a target in the samples of all ranks; None if only the loss
+    function knows what to divide by."""
 
 
 class Prefetcher:

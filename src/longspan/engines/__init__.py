@@ -8,15 +8,25 @@ from functools import partial
 import torch
 
 from longspan.config import Run
+from longspan.engines.decoder_spec import DecoderSpec
 from longspan.engines.native import NativeEngine
 from longspan.engines.optimizer import build_optimizer
-from longspan.engines.protocol import Engine, InferenceModel
+from longspan.engines.protocol import Engine, InferenceModel, MakeOptimizer
 from longspan.engines.settings import accelerate_mode, accelerate_settings, deepspeed_settings
+from longspan.engines.spec import ModelSpec
 from longspan.models import new_decoder
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
 
-__all__ = ["Engine", "InferenceModel", "NativeEngine", "open_engine"]
+__all__ = [
+    "DecoderSpec",
+    "Engine",
+    "InferenceModel",
+    "MakeOptimizer",
+    "ModelSpec",
+    "NativeEngine",
+    "open_engine",
+]
 
 
 def open_engine(
@@ -24,13 +34,17 @@ def open_engine(
     mesh: ParallelMesh,
     device: torch.device,
     forward_context: ForwardContext = nullcontext,
+    spec: ModelSpec | None = None,
+    make_optimizer: MakeOptimizer | None = None,
 ) -> Engine:
-    """The run's model and optimizer under the engine that `engine.name` asks for.
+    """A model and its optimizer under the engine that `engine.name` asks for.
 
-    `forward_context`: makes the context of a forward pass in training.
+    By default those of the run file. `forward_context`: makes the context of a forward pass in
+    training.
     """
-    model, make_optimizer = new_decoder(run), partial(build_optimizer, train=run.train)
-    common = (model, mesh, run.train, device, make_optimizer, forward_context)
+    spec = spec or DecoderSpec(new_decoder(run))
+    make_optimizer = make_optimizer or partial(build_optimizer, train=run.train)
+    common = (spec, mesh, run.train, device, make_optimizer, forward_context)
     if run.engine.name == "native":
         return NativeEngine(*common, run.layout)
     mode = accelerate_mode(run.engine.mode, mesh.ranks["shard"])

@@ -9,6 +9,7 @@ Loss, optimizer, schedule and clipping are ours, as under every engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,11 +27,12 @@ from longspan.engines.agreement import Settings
 from longspan.engines.deepspeed import DeepSpeedEngine
 from longspan.engines.native import NativeEngine
 from longspan.engines.protocol import MakeOptimizer
+from longspan.engines.spec import ModelSpec
 from longspan.errors import UserError
 from longspan.models import Decoder
-from longspan.models.decoder import allocate, initialize
-from longspan.parallel.apply import apply_to_blocks, compress_gradients, reduce_dtype
+from longspan.parallel.apply import compress_gradients, reduce_dtype
 from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.parameters import named_parameters
 from longspan.parallel.pipeline import ForwardContext
 
 DISTRIBUTED_TYPES = {
@@ -46,7 +48,7 @@ class AccelerateEngine(NativeEngine):
 
     def __init__(
         self,
-        model: Decoder,
+        spec: ModelSpec,
         mesh: ParallelMesh,
         train: Train,
         device: torch.device,
@@ -56,13 +58,18 @@ class AccelerateEngine(NativeEngine):
         mode: str,
     ) -> None:
         library = _import()
-        self._prepare(model, mesh, train, device, forward_context)
-        plugin = fsdp_plugin(library, layout) if mode == "fsdp2" else None
-        self._accelerator = _accelerator(library, device, fsdp_plugin=plugin)
+        self._prepare(spec, mesh, train, device, forward_context)
+        plugin = fsdp_plugin(library, layout, spec.block_classes) if mode == "fsdp2" else None
+        self._accelerator = _accelerator(
+            library,
+            device,
+            fsdp_plugin=plugin,
+            find_unused_parameters=spec.may_skip_parameters,
+        )
         _check(self._accelerator, mode, mesh.world.size)
-        allocate(model, device)
-        initialize(model, train.seed, model.named_parameters())
-        apply_to_blocks(model, train)
+        spec.initialize(train, mesh, device)
+        model = spec.model
+        spec.wrap_blocks(model, train)
         self.module, optimizer = self._accelerator.prepare(model, make_optimizer(model))
         wrapper = {"fsdp2": FSDPModule, "plain": DistributedDataParallel}[mode]
         is_wrapped = mesh.world.size > 1 or mode == "fsdp2"
@@ -73,9 +80,10 @@ class AccelerateEngine(NativeEngine):
             )
         if isinstance(self.module, DistributedDataParallel):
             compress_gradients(self.module, layout)
-        if mode == "fsdp2":
+        if mode == "fsdp2" and isinstance(model, Decoder):
             register_fsdp_forward_method(model, "next_logits")
         self.optimizer = optimizer.optimizer
+        self._parameters = list(named_parameters(model))
 
     def _backward(self, loss: Tensor) -> None:
         self._accelerator.backward(loss)
@@ -97,14 +105,14 @@ class AccelerateDeepSpeedEngine(DeepSpeedEngine):
         return engine
 
 
-def fsdp_plugin(library: Any, layout: Layout) -> Any:
+def fsdp_plugin(library: Any, layout: Layout, block_classes: Sequence[str]) -> Any:
     """Accelerate's FSDP2 as the layout asks for it; it would take what is missing from variables
     that `accelerate launch` sets, such as its own activation checkpointing on top of ours."""
     return library.FullyShardedDataParallelPlugin(
         fsdp_version=2,
         reshard_after_forward=layout.zero == 3,
         auto_wrap_policy="transformer_based_wrap",
-        transformer_cls_names_to_wrap=["Block"],
+        transformer_cls_names_to_wrap=list(block_classes),
         cpu_offload=False,
         cpu_ram_efficient_loading=False,
         activation_checkpointing=False,
@@ -125,7 +133,9 @@ def _import() -> Any:
     return accelerate
 
 
-def _accelerator(library: Any, device: torch.device, **plugins: Any) -> Any:
+def _accelerator(
+    library: Any, device: torch.device, *, find_unused_parameters: bool = False, **plugins: Any
+) -> Any:
     # Autocast, gradient accumulation and compilation are ours; its configuration agrees with them.
     # The only buffers are the signs of sketched layers, which every rank has.
     return library.Accelerator(
@@ -133,7 +143,11 @@ def _accelerator(library: Any, device: torch.device, **plugins: Any) -> Any:
         mixed_precision="no",
         gradient_accumulation_steps=1,
         dynamo_backend="no",
-        kwargs_handlers=[library.DistributedDataParallelKwargs(broadcast_buffers=False)],
+        kwargs_handlers=[
+            library.DistributedDataParallelKwargs(
+                broadcast_buffers=False, find_unused_parameters=find_unused_parameters
+            )
+        ],
         **plugins,
     )
 

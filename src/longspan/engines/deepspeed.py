@@ -16,6 +16,7 @@ import os
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,19 +26,18 @@ from torch import Tensor, nn
 from longspan.attention import KVCache
 from longspan.checkpoint import Region, TensorShard
 from longspan.config import Train
-from longspan.data import Batch
 from longspan.engines.agreement import Settings
 from longspan.engines.deepspeed_internals import Fragment, ZeroPartitions, silence
 from longspan.engines.loss_scale import LossScale
 from longspan.engines.protocol import InferenceModel, MakeOptimizer, ReadTensor, StepCheck
+from longspan.engines.spec import ModelSpec, StepBatch, add_count
 from longspan.errors import UserError
 from longspan.loopback import loopback_only
-from longspan.models import Decoder, parameter_shapes
-from longspan.models.decoder import allocate, initial_weight, initialize
+from longspan.models import Decoder
 from longspan.nn import logits_of
-from longspan.parallel.apply import apply_to_blocks, named_parameters
 from longspan.parallel.grad_norm import clip_grad_norm
 from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.parameters import named_parameters
 from longspan.parallel.pipeline import ForwardContext
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -54,11 +54,11 @@ class LocalParameter(NamedTuple):
 
 
 class DeepSpeedEngine:
-    """Trains a model like `model`, which comes on the meta device."""
+    """Trains the model of `spec`."""
 
     def __init__(
         self,
-        model: Decoder,
+        spec: ModelSpec,
         mesh: ParallelMesh,
         train: Train,
         device: torch.device,
@@ -68,18 +68,18 @@ class DeepSpeedEngine:
     ) -> None:
         self._deepspeed = _import(device)
         self._mesh, self._device, self._forward_context = mesh, device, forward_context
-        self._seed, self._micro_batch = train.seed, train.micro_batch
+        self._spec, self._micro_batch = spec, train.micro_batch
         self._max_norm = train.grad_clip or math.inf
         self._stage: int = settings["zero_optimization"]["stage"]
-        self.shapes = parameter_shapes(model)
+        self.shapes = spec.shapes
         for key in ("optimizer", "scheduler"):  # ours
             settings.pop(key, None)
         if self._stage == 0:  # where DeepSpeed would clip, but not return the norm
             settings["gradient_clipping"] = 0.0
         _init_process_group(mesh, device)
         self._deepspeed.init_distributed(verbose=False)
-        self.model = self._build(model, settings)
-        apply_to_blocks(self.model, train)
+        self.model = self._build(train, settings)
+        spec.wrap_blocks(self.model, train)
         self.optimizer = make_optimizer(self.model)
         self.optimizer.register_step_pre_hook(self._before_update)
         self._engine = self._initialize(settings)
@@ -90,16 +90,15 @@ class DeepSpeedEngine:
             self._partitions.disable_grad_scaler()
         self._must_skip: StepCheck | None = None
         self._norm: Tensor | None = None
-        if self._stage == 3:
-            self.load_weights(self._initial_weight)
+        if self._stage == 3 and spec.rebuild:
+            self.load_weights(partial(spec.initial_weight, train.seed))
 
-    def _build(self, model: Decoder, settings: Settings) -> Decoder:
-        if self._stage < 3:
-            allocate(model, self._device)
-            initialize(model, self._seed, model.named_parameters())
-            return model
+    def _build(self, train: Train, settings: Settings) -> nn.Module:
+        if self._stage < 3 or not self._spec.rebuild:
+            self._spec.initialize(train, self._mesh, self._device)
+            return self._spec.model
         with self._deepspeed.zero.Init(config_dict_or_path=settings):  # shards module by module
-            return Decoder(model.config, model.pattern, model.context)
+            return self._spec.rebuild()
 
     def _initialize(self, settings: Settings) -> Any:
         engine, *_ = self._deepspeed.initialize(
@@ -107,17 +106,15 @@ class DeepSpeedEngine:
         )
         return engine
 
-    def _initial_weight(self, name: str, region: Region) -> Tensor:
-        shape = self.shapes[name]
-        full = initial_weight(self.model.config, self._seed, name, torch.Size(shape))
-        return full[region.slices_within(Region.full(shape))]
-
     @property
-    def inference_model(self) -> InferenceModel:
-        return _Zero3Model(self.model, self._deepspeed) if self._stage == 3 else self.model
+    def inference_model(self) -> nn.Module | InferenceModel:
+        if self._stage == 3 and isinstance(self.model, Decoder):
+            return _Zero3Model(self.model, self._deepspeed)
+        return self.model
 
-    def backward(self, batch: Batch, scale: Tensor) -> Tensor:
+    def backward(self, batch: StepBatch, scale: Tensor) -> tuple[Tensor, Tensor | None]:
         total = torch.zeros((), device=self._device)
+        counts: Tensor | None = None
         factor = self._scale.factor
         if self._stage > 0 and self._scale.enabled:  # DeepSpeed scales the loss
             self._partitions.set_loss_scale(factor)
@@ -125,21 +122,26 @@ class DeepSpeedEngine:
         micro_batches = batch.split(self._micro_batch)
         for index, micro_batch in enumerate(micro_batches, start=1):
             self._engine.set_gradient_accumulation_boundary(index == len(micro_batches))
-            local = micro_batch.to(self._device)
             with self._forward_context():
-                loss = self._engine(local.tokens, local.targets) * scale
+                loss, count = self._spec.loss(self._engine, micro_batch.to(self._device))
+                loss = loss * scale
             # `scale` is that of the whole step, not of a micro-batch.
             self._engine.backward(loss * factor, scale_wrt_gas=False)
             total += loss.detach()
-        return total
+            counts = add_count(counts, count)
+        return total, counts
 
-    def step(self, must_skip: StepCheck) -> Tensor:
+    def step(self, must_skip: StepCheck, divisor: Tensor | None = None) -> Tensor:
         self._must_skip, self._norm = must_skip, None
+        scale = self._scale.factor * (1.0 if divisor is None else float(divisor))
         if self._stage == 0:
-            scale = self._scale.factor
             norm = clip_grad_norm(self.model, self._mesh, self._max_norm, self._device, scale)
             self._check_step(norm)
+        elif divisor is not None:
+            self._partitions.set_loss_scale(scale)
         self._engine.step()
+        if self._stage > 0 and divisor is not None:
+            self._partitions.set_loss_scale(self._scale.factor)
         if self._norm is None:  # DeepSpeed itself skips steps with non-finite gradients
             self._check_step(torch.tensor(math.inf, device=self._device))
         assert self._norm is not None

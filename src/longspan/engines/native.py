@@ -15,31 +15,31 @@ from torch.nn.parallel import DistributedDataParallel
 from longspan.checkpoint import Region, TensorShard
 from longspan.config import Layout, Train
 from longspan.data import Batch
+from longspan.engines.decoder_spec import DecoderSpec
 from longspan.engines.loss_scale import LossScale
 from longspan.engines.optimizer import (
     load_optimizer_tensor,
     optimizer_state,
     step_unless,
 )
-from longspan.engines.protocol import InferenceModel, MakeOptimizer, ReadTensor, StepCheck
-from longspan.models import Decoder, parameter_shapes
-from longspan.parallel.apply import materialize, named_parameters, parallelize
+from longspan.engines.protocol import MakeOptimizer, ReadTensor, StepCheck
+from longspan.engines.spec import ModelSpec, StepBatch, add_count
 from longspan.parallel.dtensor import local_offset, to_local
 from longspan.parallel.grad_norm import clip_grad_norm
 from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.parameters import named_parameters, pipeline_copy
 from longspan.parallel.pipeline import ForwardContext, PipelinedDecoder
-from longspan.parallel.sequence import local_tokens
 
 
 class NativeEngine:
-    """Trains `model`, which comes on the meta device."""
+    """Trains the model of `spec`."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
 
     def __init__(
         self,
-        model: Decoder,
+        spec: ModelSpec,
         mesh: ParallelMesh,
         train: Train,
         device: torch.device,
@@ -47,47 +47,48 @@ class NativeEngine:
         forward_context: ForwardContext,
         layout: Layout,
     ) -> None:
-        self._prepare(model, mesh, train, device, forward_context)
-        module = parallelize(model, mesh, layout, train, forward_context)
-        self.module = materialize(module, model, mesh, layout, train, device)
-        self.optimizer = make_optimizer(model)
-        self._parameters = list(named_parameters(model))
+        self._prepare(spec, mesh, train, device, forward_context)
+        module = spec.parallelize(mesh, layout, train, forward_context)
+        self.module = spec.materialize(module, mesh, layout, train, device)
+        self.optimizer = make_optimizer(self.model)
+        self._parameters = list(named_parameters(self.model))
 
     def _prepare(
         self,
-        model: Decoder,
+        spec: ModelSpec,
         mesh: ParallelMesh,
         train: Train,
         device: torch.device,
         forward_context: ForwardContext,
     ) -> None:
-        self.model, self.shapes = model, parameter_shapes(model)
+        self._spec, self.model, self.shapes = spec, spec.model, spec.shapes
         self._mesh, self._device, self._forward_context = mesh, device, forward_context
         self._micro_batch, self._max_norm = train.micro_batch, train.grad_clip or math.inf
         self.loss_scale = LossScale(enabled=train.precision == "fp16")
 
     @property
-    def inference_model(self) -> InferenceModel:
+    def inference_model(self) -> nn.Module:
         return self.module if isinstance(self.module, PipelinedDecoder) else self.model
 
-    def backward(self, batch: Batch, scale: Tensor) -> Tensor:
+    def backward(self, batch: StepBatch, scale: Tensor) -> tuple[Tensor, Tensor | None]:
         factor = self.loss_scale.factor
         if isinstance(self.module, PipelinedDecoder):
-            return self.module.backward(*self._local(batch), scale * factor) / factor
+            assert isinstance(self._spec, DecoderSpec)
+            assert isinstance(batch, Batch)
+            local = self._spec.local(batch.to(self._device))
+            return self.module.backward(*local, scale * factor) / factor, None
         total = torch.zeros((), device=self._device)
+        counts: Tensor | None = None
         micro_batches = batch.split(self._micro_batch)
         for index, micro_batch in enumerate(micro_batches, start=1):
             with self._gradient_sync(is_last=index == len(micro_batches)):
                 with self._forward_context():
-                    loss: Tensor = self.module(*self._local(micro_batch)) * scale
+                    loss, count = self._spec.loss(self.module, micro_batch.to(self._device))
+                    loss = loss * scale
                 self._backward(loss * factor)
             total += loss.detach()
-        return total
-
-    def _local(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """This rank's tokens and targets (batch, tokens), on its device."""
-        batch = batch.to(self._device)
-        return local_tokens(self.model, batch.tokens), local_tokens(self.model, batch.targets)
+            counts = add_count(counts, count)
+        return total, counts
 
     @contextmanager
     def _gradient_sync(self, *, is_last: bool) -> Iterator[None]:
@@ -105,9 +106,10 @@ class NativeEngine:
         """Whether this rank is the one, of those that hold the same shard, that saves it."""
         return self._mesh.saves(x)
 
-    def step(self, must_skip: StepCheck) -> Tensor:
+    def step(self, must_skip: StepCheck, divisor: Tensor | None = None) -> Tensor:
         scale = self.loss_scale
-        norm = clip_grad_norm(self.model, self._mesh, self._max_norm, self._device, scale.factor)
+        factor = scale.factor if divisor is None else scale.factor * divisor
+        norm = clip_grad_norm(self.model, self._mesh, self._max_norm, self._device, factor)
         skip = must_skip(norm, may_overflow=scale.enabled)
         if scale.enabled:
             overflows = not norm.isfinite()
@@ -121,7 +123,7 @@ class NativeEngine:
         return all(bool(torch.isfinite(to_local(p)).all()) for p in self.model.parameters())
 
     def tensor_shards(self) -> dict[str, TensorShard]:
-        copy = self.model.pipeline_copy
+        copy = pipeline_copy(self.model)
         parameters = [(name, p) for name, p in named_parameters(self.model) if p is not copy]
         tensors = self._state_of(parameters)
         return {name: _shard(x) for name, x in tensors.items() if self._saves(x)}

@@ -17,16 +17,15 @@ from torch.distributed.tensor import DTensor
 from longspan.config import Train
 from longspan.engines.deepspeed_internals import full_dims
 from longspan.errors import UserError
-from longspan.models import Decoder
 from longspan.parallel.dtensor import from_local_like, to_local
 
 
-def build_optimizer(model: Decoder, train: Train) -> torch.optim.Optimizer:
+def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
     """The run's optimizer. Weight decay applies to matrices, not to norms and biases."""
-    dims = [(full_dims(p), p) for p in model.parameters()]
+    dims = [(full_dims(p), p) for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for dim, p in dims if dim > 1], "weight_decay": train.weight_decay},
-        {"params": [p for dim, p in dims if dim == 1], "weight_decay": 0.0},
+        {"params": [p for dim, p in dims if dim <= 1], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {
@@ -59,7 +58,7 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
 
     Parameters that are offloaded to CPU are updated there.
     """
-    if isinstance(optimizer, torch.optim.AdamW):
+    if _is_fused(optimizer):
         device = optimizer.param_groups[0]["params"][0].device
         optimizer.found_inf = skip.to(device)  # type: ignore[attr-defined]
         optimizer.step()
@@ -71,7 +70,15 @@ def optimizer_state(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter
 ) -> Iterator[tuple[str, Any]]:
     """The optimizer state of a parameter in 32 bits, with the parameter's placements."""
-    for key, value in optimizer.state[parameter].items():
+    for key, value in optimizer.state.get(parameter, {}).items():
+        if value is None:  # such as the momentum of an SGD without any
+            continue
+        if not isinstance(value, Tensor) or value.shape not in (torch.Size(), parameter.shape):
+            raise UserError(
+                f"{type(optimizer).__name__} keeps {key} of {_kind(value)} for a parameter of "
+                f"shape {tuple(parameter.shape)}; a checkpoint takes tensors of that shape, or "
+                "scalars"
+            )
         shard = value.to_local() if isinstance(value, DTensor) else value
         if type(shard) is Tensor:
             yield key, value
@@ -88,16 +95,26 @@ def load_optimizer_tensor(
     optimizer: torch.optim.Optimizer, parameter: nn.Parameter, key: str, value: Tensor
 ) -> None:
     """Load one entry of a parameter's optimizer state from this rank's shard of it."""
-    if value.dim() == 0:  # a fused optimizer keeps its step counter on the parameter's device
-        is_fused = isinstance(optimizer, torch.optim.AdamW)
-        optimizer.state[parameter][key] = value.to(parameter.device if is_fused else "cpu")
+    if value.dim() == 0 and (parameter.dim() > 0 or key == "step"):
+        # A fused optimizer keeps its step counter on the parameter's device.
+        device = parameter.device if _is_fused(optimizer) else "cpu"
+        optimizer.state[parameter][key] = value.to(device)
         return
     state = from_local_like(value, parameter)
-    if not isinstance(optimizer, torch.optim.AdamW):
+    if hasattr(optimizer, "_new_buffer"):  # torchao's
         values = to_local(state)
-        state = optimizer._new_buffer(parameter, signed=key == "exp_avg")  # type: ignore[attr-defined]
+        state = optimizer._new_buffer(parameter, signed=key == "exp_avg")
         _quantize_into(to_local(state), values)
     optimizer.state[parameter][key] = state
+
+
+def _is_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it reads on the device whether to skip a step, and counts steps there."""
+    return bool(optimizer.defaults.get("fused"))
+
+
+def _kind(value: object) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"type {type(value)}"
 
 
 def _quantize_into(state: Any, values: Tensor) -> None:

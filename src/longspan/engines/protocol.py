@@ -10,8 +10,7 @@ from torch.optim import Optimizer
 
 from longspan.attention import KVCache
 from longspan.checkpoint import Region, TensorShard
-from longspan.data import Batch
-from longspan.models import Decoder
+from longspan.engines.spec import StepBatch
 
 MakeOptimizer = Callable[[nn.Module], Optimizer]
 """Builds the optimizer of a model that an engine has parallelized."""
@@ -41,7 +40,7 @@ class InferenceModel(Protocol):
 class Engine(Protocol):
     """A model parallelized over ranks, its optimizer, and a way to run a step of them."""
 
-    model: Decoder
+    model: nn.Module
     """The model, with the parameter names it has in one process."""
     module: nn.Module
     """The module that a step calls."""
@@ -51,19 +50,22 @@ class Engine(Protocol):
     """The full shape of each parameter, by name."""
 
     @property
-    def inference_model(self) -> InferenceModel:
+    def inference_model(self) -> nn.Module | InferenceModel:
         """What evaluation and sampling call."""
         ...
 
-    def backward(self, batch: Batch, scale: Tensor) -> Tensor:
-        """Compute gradients of scale · loss over this rank's samples; returns scale · loss.
+    def backward(self, batch: StepBatch, scale: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Compute gradients of scale · loss over this rank's samples.
 
-        `batch` holds all micro-batches of a step, in host memory.
+        Returns scale · loss, and what the loss is to be divided by, if the loss says it.
         """
         ...
 
-    def step(self, must_skip: StepCheck) -> Tensor:
-        """Clip, ask `must_skip`, and update; returns the gradient norm before clipping."""
+    def step(self, must_skip: StepCheck, divisor: Tensor | None = None) -> Tensor:
+        """Divide gradients by `divisor`, clip, ask `must_skip`, and update.
+
+        Returns the gradient norm before clipping.
+        """
         ...
 
     def is_finite(self) -> bool:

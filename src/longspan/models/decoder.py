@@ -163,6 +163,11 @@ def positions_of(
 
 def new_decoder(run: Run) -> Decoder:
     """The run's model on the meta device: names and shapes, nothing allocated."""
+    if run.model.factory:
+        raise UserError(
+            "this needs the decoder that a run file describes, but this run has "
+            f'model.factory = "{run.model.factory}": its model is known to train, verify and drill'
+        )
     with torch.device("meta"):
         return Decoder(run.model, pattern_of(run.attention), run.data.context)
 

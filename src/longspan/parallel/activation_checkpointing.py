@@ -29,10 +29,13 @@ COMMUNICATION_OPS = {ALL_TO_ALL, torch.ops.longspan.ring_attention.default}
 """Saved under "full" as well, so that nothing is communicated twice."""
 
 
-def checkpointed(block: nn.Module, mode: str, *, communicates: bool = False) -> nn.Module:
+def checkpointed(
+    block: nn.Module, mode: str, *, communicates: bool = False, is_random: bool = False
+) -> nn.Module:
     """`block`, wrapped for activation checkpointing: mode "none", "selective" or "full".
 
-    `communicates`: whether its forward pass runs collectives, whose results are then saved.
+    `communicates`: whether its forward pass runs collectives, whose results are then saved;
+    `is_random`: whether it draws random numbers, as dropout does, which must be drawn again.
     """
     if mode == "none":
         return block
@@ -44,7 +47,7 @@ def checkpointed(block: nn.Module, mode: str, *, communicates: bool = False) -> 
         must_save = operator in saved
         return CheckpointPolicy.MUST_SAVE if must_save else CheckpointPolicy.PREFER_RECOMPUTE
 
-    options: dict[str, Any] = {"preserve_rng_state": False}
+    options: dict[str, Any] = {"preserve_rng_state": is_random}
     if saved:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
     return checkpoint_wrapper(block, **options)

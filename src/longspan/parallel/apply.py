@@ -23,7 +23,7 @@ average them; the loss is multiplied by the number of ranks beforehand.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import partial
 
@@ -47,12 +47,13 @@ from longspan.models.decoder import allocate, initialize
 from longspan.parallel.activation_checkpointing import checkpointed
 from longspan.parallel.dtensor import distribute_like
 from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.parameters import named_parameters
 from longspan.parallel.pipeline import ForwardContext, PipelinedDecoder, drop_remote_layers
 from longspan.parallel.pipeline_schedule import plan_stages
 from longspan.parallel.sequence import apply_sequence_parallel
 from longspan.parallel.tensor import apply_tensor_parallel
 from longspan.sketching import SKLinear
-from longspan.torch_internals import CHECKPOINT_PREFIX, default_process_group
+from longspan.torch_internals import default_process_group
 
 
 def parallelize(
@@ -119,21 +120,36 @@ def materialize(
 def apply_to_blocks(model: Decoder, train: Train, *, communicates: bool = False) -> None:
     """Wrap each block for activation checkpointing and compile it, as `train` says.
 
-    In this order the compiler sees which activations to save. A block compiled inside the wrapper
-    is opaque to it: "selective" would recompute the matrix products too.
-
     `communicates`: whether a block's forward pass runs collectives.
     """
-    mode = train.activation_checkpointing
-    if train.compile is True:
+    names = [f"blocks.{index}" for index in range(len(model.blocks))]
+    wrap = partial(checkpointed, mode=train.activation_checkpointing, communicates=communicates)
+    wrap_modules(model, names, wrap, compiles=train.compile is True, fullgraph=not communicates)
+
+
+def wrap_modules(
+    model: nn.Module,
+    names: Iterable[str],
+    wrap: Callable[[nn.Module], nn.Module],
+    *,
+    compiles: bool,
+    fullgraph: bool = False,
+) -> None:
+    """Put `wrap` around the named modules of `model`, and then compile them.
+
+    In this order the compiler sees which activations to save. A block compiled inside the wrapper
+    is opaque to it: "selective" would recompute the matrix products too.
+    """
+    if compiles:
         # Graphs count per function: those of earlier models in this process (an attempt that ran
         # out of memory, a notebook's last run) would soon leave none for this one.
         torch.compiler.reset()
-    for index, block in enumerate(model.blocks):
-        wrapped = checkpointed(block, mode, communicates=communicates)
-        if train.compile is True:
-            wrapped.compile(fullgraph=not communicates)
-        model.blocks[index] = wrapped
+    for name in names:
+        parent, _, child = name.rpartition(".")
+        wrapped = wrap(model.get_submodule(name))
+        if compiles:
+            wrapped.compile(fullgraph=fullgraph)
+        model.get_submodule(parent).register_module(child, wrapped)
 
 
 def reduce_dtype(layout: Layout) -> torch.dtype:
@@ -142,10 +158,28 @@ def reduce_dtype(layout: Layout) -> torch.dtype:
 
 
 def apply_fsdp(module: nn.Module, mesh: ParallelMesh, layout: Layout, precision: str) -> None:
-    """Shard each block, and then the rest, over the shard and sequence ranks.
+    """Shard each block of a decoder, and then the rest, over the shard and sequence ranks.
 
     Blocks are gathered in the run's precision, which is what they compute in: autocast would keep
     a 16-bit copy of each weight for the backward pass, of blocks that are resharded by then.
+    """
+    assert isinstance(module.blocks, nn.ModuleList)
+    # The embedding stays gathered: the head may use it again.
+    fully_shard_blocks(module, module.blocks, mesh, layout, DTYPES.get(precision))
+    if isinstance(module, Decoder):
+        register_fsdp_forward_method(module, "next_logits")
+
+
+def fully_shard_blocks(
+    module: nn.Module,
+    blocks: Iterable[nn.Module],
+    mesh: ParallelMesh,
+    layout: Layout,
+    block_dtype: torch.dtype | None = None,
+) -> None:
+    """Shard `blocks` one by one, and then the rest of `module`.
+
+    `block_dtype`: the dtype that blocks are gathered in; None is that of their parameters.
     """
     assert mesh.device_mesh is not None
     is_hybrid = mesh.ranks["replicate"] > 1
@@ -161,18 +195,20 @@ def apply_fsdp(module: nn.Module, mesh: ParallelMesh, layout: Layout, precision:
         reduce_dtype=reduce_dtype(layout),
         cast_forward_inputs=False,  # the residual stream is float32
     )
-    block_policy = policy(param_dtype=DTYPES.get(precision))
-    assert isinstance(module.blocks, nn.ModuleList)
-    for block in module.blocks:
+    block_policy = policy(param_dtype=block_dtype)
+    for block in blocks:
         reshards = mesh.reshards_after_forward
         shard(block, reshard_after_forward=reshards, mp_policy=block_policy)
-    shard(module, mp_policy=policy())  # the embedding stays gathered: the head may use it again
-    if isinstance(module, Decoder):
-        register_fsdp_forward_method(module, "next_logits")
+    shard(module, mp_policy=policy())
 
 
 def apply_ddp(
-    model: Decoder, mesh: ParallelMesh, layout: Layout, device: torch.device
+    model: nn.Module,
+    mesh: ParallelMesh,
+    layout: Layout,
+    device: torch.device,
+    *,
+    find_unused_parameters: bool = False,
 ) -> DistributedDataParallel:
     """Replicate the model, with the gradient compression that the layout asks for."""
     replica = DistributedDataParallel(
@@ -181,6 +217,7 @@ def apply_ddp(
         gradient_as_bucket_view=True,
         init_sync=False,
         broadcast_buffers=False,  # signs of sketched layers, which are the same everywhere
+        find_unused_parameters=find_unused_parameters,
     )
     compress_gradients(replica, layout)
     return replica
@@ -198,16 +235,6 @@ def compress_gradients(replica: DistributedDataParallel, layout: Layout) -> None
         replica.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(group, bucket))
     if layout.gradient_compression == "powersgd":
         replica.register_comm_hook(PowerSGDState(None, start_powerSGD_iter=10), powerSGD_hook)
-
-
-def named_parameters(model: Decoder) -> Iterator[tuple[str, nn.Parameter]]:
-    """This rank's parameters by their names in one process.
-
-    The last pipeline stage's copy of a tied embedding comes under the embedding's name.
-    """
-    for name, parameter in model.named_parameters():
-        is_copy = parameter is model.pipeline_copy
-        yield "embedding.weight" if is_copy else name.replace(CHECKPOINT_PREFIX, ""), parameter
 
 
 def _roots(module: nn.Module) -> list[nn.Module]:

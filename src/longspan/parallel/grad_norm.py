@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
-from longspan.models import Decoder
 from longspan.parallel.dtensor import num_shards, reduced_grad
 from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.parameters import pipeline_copy
 
 
 @torch.no_grad()
 def clip_grad_norm(
-    model: Decoder,
+    model: nn.Module,
     mesh: ParallelMesh,
     max_norm: float,
     device: torch.device,
-    loss_scale: float = 1.0,
+    loss_scale: float | Tensor = 1.0,
 ) -> Tensor:
     """Scale gradients so that their norm over all ranks is at most `max_norm`.
 
@@ -26,15 +26,17 @@ def clip_grad_norm(
     by `loss_scale` are divided by it first.
     """
     ranks = mesh.world.size / mesh.ranks["pipeline"]
-    squares, gradients = [], []
+    squares, gradients, copy = [], [], pipeline_copy(model)
     for parameter in model.parameters():
         gradient = reduced_grad(parameter)
         if gradient is None:
             continue
-        if loss_scale != 1.0:
+        if isinstance(loss_scale, Tensor):
+            gradient.div_(loss_scale.to(gradient.device))
+        elif loss_scale != 1.0:
             gradient.div_(loss_scale)
         gradients.append(gradient)
-        if parameter is not model.pipeline_copy:
+        if parameter is not copy:
             assert parameter.grad is not None
             copies = ranks / num_shards(parameter.grad)
             squares.append(gradient.float().square().sum() / copies)

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor
 
 from longspan.config import Run
 from longspan.models import new_decoder
-from longspan.parallel.apply import named_parameters, parallelize, reduce_dtype
+from longspan.parallel.apply import parallelize, reduce_dtype
 from longspan.parallel.dtensor import to_local
 from longspan.parallel.mesh import ParallelMesh, init_parameter_mesh
+from longspan.parallel.parameters import named_parameters
 from longspan.parallel.world import World
 from longspan.sketching import SKLinear
 from longspan.torch_internals import fake_store

@@ -14,7 +14,11 @@ from longspan.wording import counted
 def format_metrics(metrics: Mapping[str, Any]) -> str:
     """Format a metrics line for the console."""
     loss = "non-finite" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
-    fields = [f"loss {loss}", f"{metrics['tokens_per_s']:,.0f} tok/s"]
+    fields = [f"loss {loss}"]
+    if "tokens_per_s" in metrics:
+        fields.append(f"{metrics['tokens_per_s']:,.0f} tok/s")
+    else:
+        fields.append(f"{metrics['samples_per_s']:,.1f} samples/s")
     if metrics.get("skipped_steps"):
         fields.append(f"{counted(metrics['skipped_steps'], 'step')} skipped")
     if metrics.get("mfu") is not None:

@@ -111,11 +111,11 @@ def goodput(
     """Compute goodput from a run's events and the metrics of the steps that were kept."""
     starts = [event for event in history if event["event"] == "start"]
     saves = [float(event["blocked_s"]) for event in history if event["event"] == "save"]
-    productive, tokens = 0.0, 0
+    productive, done = 0.0, 0
     for line in metrics:
-        if "tokens_per_s" in line:
-            productive += (line["tokens"] - tokens) / line["tokens_per_s"]
-            tokens = line["tokens"]
+        for unit in {"tokens", "samples"} & line.keys():
+            productive += (line[unit] - done) / line[f"{unit}_per_s"]
+            done = line[unit]
     wall = _wall_s(history, now)
     lost = [int(event.get("lost_steps", 0)) for event in history]
     causes = Counter(str(event["cause"]) for event in starts[1:] if event.get("cause"))

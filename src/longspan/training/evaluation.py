@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from typing import cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from longspan.config import Train
 from longspan.constants import IGNORE_INDEX
 from longspan.data import Baseline, Sample, Source, collate, count_targets
 from longspan.engines import Engine, InferenceModel
 from longspan.faults import fault_point
+from longspan.models import Decoder
 from longspan.models.generation import complete
 from longspan.parallel.collectives import all_reduce_any, all_reduce_loss
 from longspan.parallel.mesh import ParallelMesh
@@ -27,7 +29,7 @@ SAMPLE_TOKENS = 100
 """Fixed, so that a run gives the same sample on any machine, and few, so that it takes seconds."""
 
 
-class Evaluation:
+class DecoderEvaluation:
     """The validation loss of an engine's model. Data-parallel ranks share the samples."""
 
     def __init__(
@@ -45,6 +47,10 @@ class Evaluation:
         self._engine, self._source, self._micro_batch = engine, source, train.micro_batch
         self._device, self._mesh, self._context = device, mesh, context
 
+    @property
+    def why_empty(self) -> str:
+        return "" if self.samples else "the validation split holds less than one sample"
+
     @cached_property
     def baseline(self) -> Baseline | None:
         """The loss of a model without long context; None if there are no samples."""
@@ -54,13 +60,15 @@ class Evaluation:
         """Nats per token; None if there are no samples or a stop was requested."""
         if not self.samples:
             return None
+        model = self._engine.model
+        assert isinstance(model, Decoder)
         total = loss_sum(
             self._engine.inference_model,
             self._local,
             self._micro_batch,
             self._device,
             self._context,
-            select_tokens=partial(local_tokens, self._engine.model),
+            select_tokens=partial(local_tokens, model),
             should_stop=lambda: any(all_reduce_any(self._mesh, requests.stop)),
         )
         if total is None:
@@ -93,7 +101,7 @@ def pad(samples: list[Sample], multiple: int) -> list[Sample]:
 
 @torch.no_grad()
 def loss_sum(
-    model: InferenceModel,
+    model: nn.Module | InferenceModel,
     samples: Sequence[Sample],
     micro_batch: int,
     device: torch.device,
@@ -119,7 +127,7 @@ def loss_sum(
 
 
 def sample_text(
-    model: InferenceModel,
+    model: nn.Module | InferenceModel,
     source: Source,
     prompt: str,
     seed: int,
@@ -136,7 +144,7 @@ def sample_text(
     reporter.print(f"generating a sample of {SAMPLE_TOKENS} tokens")
     text = ""
     for piece in complete(
-        model,
+        cast(InferenceModel, model),
         source.tokenizer,
         prompt,
         device=device,

@@ -9,7 +9,7 @@ import torch
 
 from longspan.checkpoint import CHECKPOINTS, remove_leftovers
 from longspan.config import Run
-from longspan.data import Source
+from longspan.data import DatasetSource, Source
 from longspan.data.tokenizer import TOKENIZER, JsonTokenizer
 from longspan.errors import UserError
 from longspan.faults import fault_point
@@ -20,7 +20,11 @@ from longspan.training.watchdog import HEARTBEATS, heartbeat_path
 
 
 def open_run_folder(
-    run: Run, run_dir: Path, device: torch.device, source: Source, ranks: int = 1
+    run: Run,
+    run_dir: Path,
+    device: torch.device,
+    source: Source | DatasetSource,
+    ranks: int = 1,
 ) -> None:
     """Create the run folder and write the files that are known at the start, run.toml last.
 

@@ -12,24 +12,16 @@ from pathlib import Path
 from textwrap import shorten
 
 import torch
-from torch import nn
 
 from longspan.checkpoint import CHECKPOINTS, read_key
 from longspan.config import Run
-from longspan.costs import count_parameters
-from longspan.data import Prefetcher, Source
-from longspan.derived import derived_values
 from longspan.device import autocast, choose_device, resolve
 from longspan.engines import open_engine
 from longspan.errors import Diverged, OutOfMemory, PeerLost, Stopped
-from longspan.export.huggingface import weight_reader
 from longspan.faults import fault_point
-from longspan.hf_config import read_llama_config
 from longspan.locking import owned
-from longspan.models.generation import encode_prompt
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
-from longspan.parallel.pipeline import PipelinedDecoder
 from longspan.parallel.world import World, world_of_environment
 from longspan.progress import tolerant_stderr, waiting
 from longspan.runfile import check_run_folder
@@ -43,17 +35,15 @@ from longspan.tracking import (
     goodput,
     read_metrics,
 )
-from longspan.training.evaluation import Evaluation, sample_text
 from longspan.training.folder import open_run_folder
 from longspan.training.guard import Guard
-from longspan.training.meter import meter_of
 from longspan.training.out_of_memory import explain, halve_micro_batch, is_out_of_memory, with_hint
 from longspan.training.recovery import Recovery
 from longspan.training.saving import Saver
 from longspan.training.signals import StopRequests
-from longspan.training.state import TrainState, newest_intact, resume_key
+from longspan.training.state import TrainState, newest_intact
 from longspan.training.step import forward_context, train_step
-from longspan.training.verified_data import open_verified_source
+from longspan.training.task import OpenTask, task_of_run
 from longspan.training.watchdog import Watchdog, start_limit, time_limits
 
 CAUSE_WIDTH = 160
@@ -61,11 +51,11 @@ CAUSE_WIDTH = 160
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run reached. Losses are in nats per token."""
+    """What a finished run reached. Losses are in nats per token, or as a user's own loss has it."""
 
     run_dir: str
     step: int
-    tokens: int
+    tokens: int | None
     loss: float | None
     validation_loss: float | None
     baseline: str | None
@@ -76,27 +66,36 @@ class Result:
 
 @tolerant_stderr()
 def train(
-    run: Run, run_dir: str | Path, *, resume: bool = False, world: World | None = None
+    run: Run,
+    run_dir: str | Path,
+    *,
+    resume: bool = False,
+    world: World | None = None,
+    open_task: OpenTask | None = None,
 ) -> Result:
     """Train `run` in `run_dir`, from its newest checkpoint if `resume` is true and there is one.
 
     In a `world` of several processes, by default the one that torchrun has set up, every one of
     them calls this, and all return the same. `load_run` must have checked the run for that many.
+    `open_task` opens what is trained; by default it is what the run file says.
 
     Raises UserError, before anything is written, if the run cannot start; Stopped, after a
     checkpoint is saved, on a request to stop; Diverged if the loss is NaN; OutOfMemory if a step
     does not fit; SaveFailed if the last checkpoint cannot be written.
     """
     run_dir, world = Path(run_dir), world or world_of_environment()
+    open_task = open_task or task_of_run
     if not world.is_main:
-        return _train_until_it_fits(run, run_dir, world, resume=resume)
+        return _train_until_it_fits(run, run_dir, world, open_task, resume=resume)
     check_run_folder(run_dir, resume=resume)
     with owned(run_dir):
         check_run_folder(run_dir, resume=resume)  # it may have been another's until now
-        return _train_until_it_fits(run, run_dir, world, resume=resume)
+        return _train_until_it_fits(run, run_dir, world, open_task, resume=resume)
 
 
-def _train_until_it_fits(run: Run, run_dir: Path, world: World, *, resume: bool) -> Result:
+def _train_until_it_fits(
+    run: Run, run_dir: Path, world: World, open_task: OpenTask, *, resume: bool
+) -> Result:
     """Train, again and again with half the micro-batch if it runs out of memory and may do so."""
     device = choose_device(run, world.local_rank)
     given = resolve(run, device)
@@ -121,6 +120,7 @@ def _train_until_it_fits(run: Run, run_dir: Path, world: World, *, resume: bool)
                     device,
                     mesh,
                     recovery,
+                    open_task,
                     resume=resume,
                     show=preparing.update,
                     on_ready=end_start,
@@ -148,6 +148,7 @@ def _train(
     device: torch.device,
     mesh: ParallelMesh,
     recovery: Recovery,
+    open_task: OpenTask,
     *,
     resume: bool,
     show: Callable[[str], None],
@@ -159,35 +160,33 @@ def _train(
     """
     is_main = mesh.world.is_main
     settings, checkpoints = run.train, run_dir / CHECKPOINTS
-    source = open_verified_source(run, mesh, show)
-    if source.tokenizer and run.track.prompt:
-        encode_prompt(source.tokenizer, run.track.prompt)  # fail now, not after hours of training
-
+    task = open_task(run, mesh, show)
     torch.manual_seed(settings.seed)
-    engine = open_engine(run, mesh, device, partial(forward_context, settings))
-    precision = partial(autocast, settings)
-    evaluation = Evaluation(engine, source, settings, device, mesh, precision)
-    key = resume_key(run, source)
+    context = partial(forward_context, settings)
+    engine = open_engine(run, mesh, device, context, task.spec, task.make_optimizer)
+    evaluation = task.evaluation(engine, mesh, device, partial(autocast, settings))
     guard = Guard(settings.grad_norm_spike, device)
     state = TrainState(
         engine,
         mesh,
         guard,
-        key,
+        task.resume_key,
         accepts_other_data=run.data.accept_changed,
         key=read_key(run.checkpoint.key_file),
+        set_learning_rate=task.set_learning_rate,
+        has_own_optimizer=bool(run.model.factory),
     )
     fault_point("start")
     recovered = recovery.fill(state, checkpoints, run.checkpoint.every, settings.steps)
     saved = newest_intact(checkpoints, mesh, state.key) if resume and not recovered else None
     if saved:
         state.restore(saved)
-    elif settings.init_from and not recovered:
-        engine.load_weights(weight_reader(Path(settings.init_from), run))
+    elif not recovered and (weights := task.initial_weights()):
+        engine.load_weights(weights)
 
     if is_main:
-        open_run_folder(given, run_dir, device, source, mesh.world.size)
-    meter = meter_of(run, device, state.step, mesh.world.size)
+        open_run_folder(given, run_dir, device, task.source, mesh.world.size)
+    meter = task.meter(device, state.step, mesh.world.size)
     repeats_report = recovered is not None and recovered.repeats_report
     reported = state.step - repeats_report
     if recovered:
@@ -200,7 +199,7 @@ def _train(
         Watchdog(run_dir, mesh.world, settings, state.step) as watchdog,
         MetricsFile(run_dir / "metrics.jsonl" if is_main else None, step=reported) as metrics,
         Reporter(steps=settings.steps, done=state.step, silent=not is_main) as reporter,
-        Prefetcher(source, settings.seed, mesh.local_samples, device) as data,
+        task.open_data(mesh, device) as data,
         Saver(checkpoints, run.checkpoint, mesh, reporter.print) as saver,
         recovery.watch(state, meter),
     ):
@@ -212,10 +211,10 @@ def _train(
             reporter.print(
                 f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
             )
-            weights = {"weights": _weights_text(run)} if settings.init_from and not saved else {}
-            reporter.print_table({**_summary(run, engine.module, source, mesh), **weights})
-            if not evaluation.samples:
-                reporter.print("no evaluation: the validation split holds less than one sample")
+            summary = task.summary(engine, mesh, is_new=saved is None)
+            reporter.print_table({**summary, **_device_rows(run)})
+            if evaluation.why_empty:
+                reporter.print(f"no evaluation: {evaluation.why_empty}")
             history.write(
                 "start",
                 state.step,
@@ -274,58 +273,29 @@ def _train(
                 f"  longspan train --resume {run_dir}"
             )
         evaluation.report(validation_loss, state.step, reporter, metrics)
-        splits_tokens = mesh.ranks["sequence"] > 1 or (
-            run.layout.megatron_sequence_parallel and mesh.ranks["tensor"] > 1
+        sample = task.sample(
+            engine, mesh, device, reporter, lambda: any(all_reduce_any(mesh, requests.stop))
         )
-        if splits_tokens and run.track.prompt:
-            reporter.print("no sample: one token cannot be split over ranks; use longspan generate")
-        prompt = "" if splits_tokens else run.track.prompt
-        with precision():
-            sample = sample_text(
-                engine.inference_model,
-                source,
-                prompt,
-                settings.seed,
-                device,
-                reporter,
-                should_stop=lambda: any(all_reduce_any(mesh, requests.stop)),
-            )
         end_compile_workers()
     baseline = evaluation.baseline
     return Result(
         run_dir=str(run_dir),
         step=state.step,
-        tokens=state.samples * run.data.context,
+        tokens=None if run.model.factory else state.samples * run.data.context,
         loss=meter.last_loss,
         validation_loss=validation_loss,
         baseline=baseline.name if baseline else None,
         baseline_loss=baseline.nats if baseline else None,
-        tokens_per_s=meter.median_rate,
+        tokens_per_s=None if run.model.factory else meter.median_rate,
         sample=sample,
     )
 
 
-def _summary(run: Run, module: nn.Module, source: Source, mesh: ParallelMesh) -> dict[str, str]:
-    """Model, data, derived values, pipeline, engine and device, as text."""
+def _device_rows(run: Run) -> dict[str, str]:
     train = run.train
-    pipeline = {"pipeline": module.describe()} if isinstance(module, PipelinedDecoder) else {}
     engine = {} if run.engine.name == "native" else {"engine": run.engine.name}
     compiled = ", compiled" if train.compile else ""
-    return {
-        "model": f"{run.model.preset}, {count_parameters(run.model):,} parameters",
-        "data": source.describe(),
-        **derived_values(run, mesh.ranks),
-        **pipeline,
-        **engine,
-        "device": f"{train.device}, {train.precision}{compiled}",
-    }
-
-
-def _weights_text(run: Run) -> str:
-    """Where a new run's weights come from, and what it computes otherwise than their config."""
-    folder = run.train.init_from
-    changes = read_llama_config(Path(folder)).changes(run)
-    return "; ".join([f"initialised from {folder}", *changes])
+    return {**engine, "device": f"{train.device}, {train.precision}{compiled}"}
 
 
 @contextmanager

@@ -23,13 +23,14 @@ from longspan.training.state import TrainState
 class Meter:
     """Collects losses and time between two lines of metrics.
 
-    `flops`: of a step; `peak_flops`: per second of all devices, None if unknown.
+    `context`: tokens per sample, None if a sample has none; `flops`: of a step; `peak_flops`: per
+    second of all devices, None if unknown.
     """
 
     def __init__(
         self,
         *,
-        context: int,
+        context: int | None,
         global_batch: int,
         steps: int,
         flops: float,
@@ -37,7 +38,8 @@ class Meter:
         device: torch.device,
         step: int,
     ) -> None:
-        self._context, self._global_batch, self._steps = context, global_batch, steps
+        self._unit = "samples" if context is None else "tokens"
+        self._context, self._global_batch, self._steps = context or 1, global_batch, steps
         self._flops, self._peak_flops, self._device, self._step = flops, peak_flops, device, step
         self._losses: list[Tensor] = []
         self._grad_norm = torch.tensor(math.nan)
@@ -62,7 +64,7 @@ class Meter:
         self._grad_norm, self._line = torch.tensor(state["grad_norm"]), state["line"]
         self._mark = time.perf_counter() - state["seconds"]
         if self._line:
-            self.last_loss, self._rates = self._line["loss"], [self._line["tokens_per_s"]]
+            self.last_loss, self._rates = self._line["loss"], [self._line[f"{self._unit}_per_s"]]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -92,12 +94,12 @@ class Meter:
             mfu = self._flops * samples_per_s / self._global_batch / self._peak_flops
         self._line = {
             "step": state.step,
-            "tokens": state.samples * self._context,
+            self._unit: state.samples * self._context,
             "loss": self.last_loss,
             "lr": float(state.engine.optimizer.param_groups[0]["lr"]),
             "grad_norm": norm if math.isfinite(norm := self._grad_norm.item()) else None,
             "skipped_steps": int(state.guard.skipped),
-            "tokens_per_s": rate,
+            f"{self._unit}_per_s": rate,
             "mfu": mfu,
             "memory_bytes": peak_memory(self._device),
         }
@@ -105,7 +107,7 @@ class Meter:
 
     @property
     def median_rate(self) -> float | None:
-        """Tokens per second: the median over the lines, so that a slow first one hardly counts."""
+        """Tokens or samples per second: the median over the lines, as the first may be slow."""
         return statistics.median(self._rates) if self._rates else None
 
     @property

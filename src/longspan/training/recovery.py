@@ -35,6 +35,7 @@ from longspan.engines import NativeEngine
 from longspan.errors import PeerLost
 from longspan.generation import Generation
 from longspan.parallel.mesh import MESH_AXES, ParallelMesh
+from longspan.parallel.parameters import persistent_buffers
 from longspan.parallel.world import World
 from longspan.torch_internals import clear_sharding_cache
 from longspan.training.meter import Meter
@@ -69,7 +70,9 @@ class Image:
             "skips": state.guard.skips(),
             "meter": meter.state(),
         }
-        return Image(header, {**state.engine.local_tensors(), **rng})
+        buffers = persistent_buffers(state.engine.model)
+        own = {f"buffers/{name}": x for name, x in buffers.items()}
+        return Image(header, {**state.engine.local_tensors(), **own, **rng})
 
     @property
     def step(self) -> int:
@@ -87,6 +90,8 @@ class Image:
                 entries.append((parameter, key, tensors[name].dim() == 0))
         engine.load_weights(lambda name, _: tensors[f"model/{name}"])
         engine.load_optimizer(entries, lambda name, _: tensors[f"optimizer/{name}"])
+        for name, buffer in persistent_buffers(engine.model).items():
+            buffer.copy_(tensors[f"buffers/{name}"])
         engine.load_scaler_state(saved.scaler)
         state.guard.load_norm_average(saved.norm_average)
         state.guard.load_skips(*self.header["skips"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from torch import Tensor
+from torch.optim import Optimizer
 
 from longspan.checkpoint import (
     FLOATS,
@@ -32,6 +33,7 @@ from longspan.engines import Engine
 from longspan.errors import Damaged, Diverged, UserError, first_problem
 from longspan.parallel.collectives import all_reduce_max
 from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.parameters import persistent_buffers
 from longspan.training.guard import Guard, NormAverage
 from longspan.wording import counted
 
@@ -48,7 +50,7 @@ SCALER = {
 """The state of fp16's loss scale, and what it may be."""
 MERSENNE_TWISTER = slice(24, 24 + 624 * 8)
 """The words of the CPU's generator within the bytes of its state."""
-GROUPS = {"model", "optimizer", "rng"}
+GROUPS = {"model", "optimizer", "rng", "buffers"}
 OPTIMIZER_KEYS = {"exp_avg", "exp_avg_sq", "step"}
 
 
@@ -96,7 +98,7 @@ def _sections(model: Model, attention: Attention) -> dict[str, Any]:
         f"{section}.{key}": value
         for section, keys in (("model", model), ("attention", attention))
         for key, value in keys.model_dump(mode="json").items()
-        if key != "preset"
+        if key not in ("preset", "factory")
     }
 
 
@@ -112,6 +114,10 @@ class TrainState:
     """Whether a checkpoint that was trained on other data may be restored."""
     key: bytes | None = None
     """The key that checkpoints must be signed with."""
+    set_learning_rate: Callable[[Optimizer, int], None] | None = None
+    """Sets the learning rate of the step after so many; by default that of [train]."""
+    has_own_optimizer: bool = False
+    """Whether the optimizer is the user's, with whatever state it keeps for some parameters."""
     step: int = 0
     samples: int = 0
     """Position in the data: samples of the endless order that were consumed or skipped."""
@@ -138,6 +144,8 @@ class TrainState:
         shards = self.engine.tensor_shards()
         if self.mesh.world.is_main:
             shards |= {f"rng/{name}": TensorShard.full(x) for name, x in rng_states().items()}
+            buffers = persistent_buffers(self.engine.model)
+            shards |= {f"buffers/{name}": TensorShard.full(x) for name, x in buffers.items()}
         return {name: shard for name, shard in shards.items() if shard.values.numel()}
 
     def saved_state(self) -> dict[str, Any]:
@@ -155,10 +163,17 @@ class TrainState:
         state = read_saved_state(saved)
         _check_unchanged(saved.path, state.resume_key, self.resume_key, self.accepts_other_data)
         check_shapes(self.engine.shapes, saved)
-        optimizer = _check_optimizer(saved, has_stepped=state.norm_average.steps > 0)
+        _check_groups(saved)
+        if self.has_own_optimizer:
+            optimizer = _check_own_optimizer(saved)
+        else:
+            optimizer = _check_optimizer(saved, has_stepped=state.norm_average.steps > 0)
+        buffers = _read_buffers(saved, persistent_buffers(self.engine.model))
         rng = _read_rng_states(saved)
         self.is_whole = False
         self.engine.load_weights(lambda name, region: saved.read(f"model/{name}", region))
+        for buffer, values in buffers:
+            buffer.copy_(values)
         self.engine.load_optimizer(optimizer, partial(_read_optimizer, saved))
         self.engine.load_scaler_state(state.scaler)
         set_rng_states(rng, saved.path)
@@ -215,8 +230,6 @@ def _check_optimizer(saved: Checkpoint, *, has_stepped: bool) -> list[tuple[str,
     `has_stepped`: whether a step was applied; without one, as when all were skipped, there may be
     no state.
     """
-    if unknown := saved.groups - GROUPS:
-        raise UserError(f"{saved.path} holds tensors of an unknown kind: {min(unknown)}")
     shapes, found = saved.shapes("model"), saved.shapes("optimizer")
     expected = {
         f"{name}.{key}": () if key == "step" else shape
@@ -234,6 +247,54 @@ def _check_optimizer(saved: Checkpoint, *, has_stepped: bool) -> list[tuple[str,
         if expected[name] != () and dtype not in FLOATS:
             raise UserError(f"{name} is {dtype} in {saved.path}, not floating point")
     return [(*_split(name), not shape) for name, shape in found.items()]
+
+
+def _check_groups(saved: Checkpoint) -> None:
+    if unknown := saved.groups - GROUPS:
+        raise UserError(f"{saved.path} holds tensors of an unknown kind: {min(unknown)}")
+
+
+def _check_own_optimizer(saved: Checkpoint) -> list[tuple[str, str, bool]]:
+    """The same for a user's optimizer or model: the parameters that have state have all of it.
+
+    Parameters that no loss has used yet have none.
+    """
+    shapes, found = saved.shapes("model"), saved.shapes("optimizer")
+    keys: dict[str, set[str]] = {}
+    for name, shape in found.items():
+        parameter, key = _split(name)
+        if parameter not in shapes or shape not in ((), shapes[parameter]):
+            raise UserError(
+                f"the optimizer state in {saved.path} does not fit this model: {name} has shape "
+                f"{shape}, and the parameter {shapes.get(parameter)}"
+            )
+        keys.setdefault(parameter, set()).add(key)
+    expected = set().union(*keys.values())
+    for parameter, have in keys.items():
+        if missing := expected - have:
+            raise UserError(
+                f"the optimizer state in {saved.path} has no {min(missing)} of {parameter}"
+            )
+    return [(*_split(name), not shape) for name, shape in found.items()]
+
+
+def _read_buffers(saved: Checkpoint, buffers: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """The model's buffers, each with its values in a checkpoint."""
+    found = saved.shapes("buffers")
+    if found.keys() != buffers.keys():
+        name = min(found.keys() ^ buffers.keys())
+        where = "only in the checkpoint" if name in found else "not in the checkpoint"
+        raise UserError(f"the buffer {name} of this model is {where} {saved.path}")
+    pairs = []
+    for name, buffer in buffers.items():
+        values = saved.read(f"buffers/{name}")
+        if values.shape != buffer.shape or values.dtype != buffer.dtype:
+            raise UserError(
+                f"the buffer {name} in {saved.path} is {values.dtype} of shape "
+                f"{tuple(values.shape)}, expected {buffer.dtype} of shape {tuple(buffer.shape)}"
+            )
+        pairs.append((buffer, values))
+    return pairs
 
 
 def _split(name: str) -> tuple[str, str]:
@@ -256,7 +317,8 @@ def _check_unchanged(
     A key of [model] or [attention] that it does not have is of a later version, and so had its
     default.
     """
-    was = {**_sections(Model(), Attention()), **was}
+    defaults = _sections(Model(), Attention())
+    was = {**{key: value for key, value in defaults.items() if key in now}, **was}
     changed = {key for key in was.keys() | now.keys() if now.get(key) != was.get(key)}
     lines = [f"  {key} was {was.get(key)}\n  {key} is  {now.get(key)}" for key in sorted(changed)]
     if changed == {DATA} and accepts_other_data:

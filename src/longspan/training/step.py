@@ -40,20 +40,30 @@ def train_step(
     ahead = state.next_samples(2 * train.global_batch)
     indices, following = ahead[: train.global_batch], ahead[train.global_batch :]
     batch, targets = data.read(indices, following)
-    set_learning_rate(engine.optimizer, learning_rate(train, state.step))
+    if state.set_learning_rate:
+        state.set_learning_rate(engine.optimizer, state.step)
+    else:
+        set_learning_rate(engine.optimizer, learning_rate(train, state.step))
     fault_point("backward")
+    # What the loss is divided by; where only the loss function knows it, gradients are divided
+    # again below, by what the number of samples has left to divide by.
+    expected = train.global_batch if targets is None else max(1, targets)
     # DDP and FSDP average gradients over ranks, and they should be summed.
-    scale = math.nan if injects_nan(state.step + 1) else mesh.gradient_ranks / max(1, targets)
-    loss = engine.backward(batch, torch.tensor(scale, device=device))
+    scale = math.nan if injects_nan(state.step + 1) else mesh.gradient_ranks / expected
+    loss, count = engine.backward(batch, torch.tensor(scale, device=device))
     loss /= mesh.gradient_ranks
     all_reduce_loss(mesh, loss)
+    divisor = None
+    if count is not None:
+        divisor = all_reduce_loss(mesh, count).clamp(min=1e-30).float() / expected
+        loss /= divisor
     fault_point("gradient norm")
 
     def must_skip(norm: Tensor, *, may_overflow: bool) -> Tensor:
         state.is_whole = False  # from here on there is no collective
         return state.guard.must_skip(loss, norm, may_overflow=may_overflow)
 
-    grad_norm = engine.step(must_skip)
+    grad_norm = engine.step(must_skip, divisor)
     state.step += 1
     state.samples = indices[-1] + 1
     state.is_whole = True

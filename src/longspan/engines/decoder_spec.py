@@ -1,0 +1,64 @@
+"""The decoder as engines train it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from longspan.checkpoint import Region
+from longspan.config import Layout, Train
+from longspan.data import Batch
+from longspan.models import Decoder, parameter_shapes
+from longspan.models.decoder import allocate, initial_weight, initialize
+from longspan.parallel.apply import apply_to_blocks, materialize, parallelize
+from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.pipeline import ForwardContext
+from longspan.parallel.sequence import local_tokens
+
+
+class DecoderSpec:
+    """The decoder, which comes on the meta device."""
+
+    block_classes = ("Block",)
+    may_skip_parameters = False
+
+    def __init__(self, model: Decoder) -> None:
+        self.model, self.shapes = model, parameter_shapes(model)
+
+    def rebuild(self) -> Decoder:
+        return Decoder(self.model.config, self.model.pattern, self.model.context)
+
+    def parallelize(
+        self, mesh: ParallelMesh, layout: Layout, train: Train, forward_context: ForwardContext
+    ) -> nn.Module:
+        return parallelize(self.model, mesh, layout, train, forward_context)
+
+    def materialize(
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        layout: Layout,
+        train: Train,
+        device: torch.device,
+    ) -> nn.Module:
+        return materialize(module, self.model, mesh, layout, train, device)
+
+    def initialize(self, train: Train, mesh: ParallelMesh, device: torch.device) -> None:
+        allocate(self.model, device)
+        initialize(self.model, train.seed, self.model.named_parameters())
+
+    def wrap_blocks(self, model: nn.Module, train: Train) -> None:
+        assert isinstance(model, Decoder)
+        apply_to_blocks(model, train)
+
+    def initial_weight(self, seed: int, name: str, region: Region) -> Tensor:
+        shape = self.shapes[name]
+        full = initial_weight(self.model.config, seed, name, torch.Size(shape))
+        return full[region.slices_within(Region.full(shape))]
+
+    def loss(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
+        return module(*self.local(batch)), None
+
+    def local(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """This rank's tokens and targets (batch, tokens)."""
+        return local_tokens(self.model, batch.tokens), local_tokens(self.model, batch.targets)

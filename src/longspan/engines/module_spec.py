@@ -1,0 +1,254 @@
+"""A user's own module as engines train it: replicated, sharded, and split by a plan of the user's.
+
+The module comes with its initial weights, of which those of rank 0 count. What is sharded,
+checkpointed and compiled one by one are its blocks, which a wrap policy finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+from longspan.checkpoint import Region
+from longspan.config import Layout, Train
+from longspan.errors import UserError
+from longspan.models import parameter_shapes
+from longspan.parallel.activation_checkpointing import checkpointed
+from longspan.parallel.apply import apply_ddp, fully_shard_blocks, wrap_modules
+from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.pipeline import ForwardContext
+
+Wrap = type[nn.Module] | Sequence[type[nn.Module]] | Sequence[str] | int | None
+"""Which modules are blocks: those of a class or several, those whose names match a list of globs,
+or the smallest ones with at least so many parameters."""
+Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
+
+STYLES: dict[str, Callable[[], ParallelStyle]] = {
+    "column": ColwiseParallel,
+    "row": RowwiseParallel,
+    "sequence": SequenceParallel,
+}
+"""How a tensor-parallel plan may split a module."""
+
+
+class ModuleSpec:
+    """`loss(model, batch)` returns the summed loss of a batch and what to divide it by."""
+
+    rebuild = None
+    may_skip_parameters = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Loss,
+        wrap: Wrap = None,
+        tensor_plan: Mapping[str, str] | None = None,
+    ) -> None:
+        _check_module(model)
+        self.model, self.shapes = model, parameter_shapes(model)
+        self.blocks = find_blocks(model, wrap)
+        self._loss, self._tensor_plan = loss, tensor_plan or {}
+        _check_plan(model, self._tensor_plan)
+
+    @property
+    def block_classes(self) -> tuple[str, ...]:
+        classes = {type(self.model.get_submodule(name)).__name__ for name in self.blocks}
+        return tuple(sorted(classes))
+
+    def parallelize(
+        self, mesh: ParallelMesh, layout: Layout, train: Train, forward_context: ForwardContext
+    ) -> nn.Module:
+        self._broadcast(mesh)
+        device = torch.device(train.device)
+        if not mesh.is_fsdp:  # FSDP brings one block after the other to the device
+            self.model.to(device)
+        if mesh.ranks["tensor"] > 1:
+            self._apply_tensor_parallel(mesh)
+        self.wrap_blocks(self.model, train)
+        if mesh.is_fsdp:
+            if scalar := next((n for n, shape in self.shapes.items() if not shape), None):
+                raise UserError(
+                    f"{scalar} is a scalar, which FSDP cannot shard: give it shape (1,), or set "
+                    "layout.zero = 0"
+                )
+            blocks = [self.model.get_submodule(name) for name in self.blocks]
+            fully_shard_blocks(self.model, blocks, mesh, layout)
+        return self.model
+
+    def materialize(
+        self,
+        module: nn.Module,
+        mesh: ParallelMesh,
+        layout: Layout,
+        train: Train,
+        device: torch.device,
+    ) -> nn.Module:
+        if not mesh.is_ddp:
+            return module
+        looks = self.may_skip_parameters
+        return apply_ddp(module, mesh, layout, device, find_unused_parameters=looks)
+
+    def initialize(self, train: Train, mesh: ParallelMesh, device: torch.device) -> None:
+        self._broadcast(mesh)
+        self.model.to(device)
+
+    def wrap_blocks(self, model: nn.Module, train: Train) -> None:
+        mode, compiles = train.activation_checkpointing, train.compile is True
+        if mode != "none" and not self.blocks:
+            raise UserError(
+                f'train.activation_checkpointing = "{mode}" needs to know the blocks of the model: '
+                "give wrap=, such as the class of its blocks"
+            )
+        wrap = partial(checkpointed, mode=mode, is_random=True)
+        wrap_modules(model, self.blocks, wrap, compiles=compiles)
+        if compiles and not self.blocks:
+            model.compile()
+
+    def initial_weight(self, seed: int, name: str, region: Region) -> Tensor:
+        raise AssertionError("a module comes with its weights")
+
+    def loss(self, module: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
+        return _checked_loss(self._loss(module, batch))
+
+    def _broadcast(self, mesh: ParallelMesh) -> None:
+        """Give all ranks the weights and buffers of rank 0, whatever seed each was built with."""
+        if mesh.world.size == 1:
+            return
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            dist.broadcast(tensor.detach(), src=0)
+
+    def _apply_tensor_parallel(self, mesh: ParallelMesh) -> None:
+        if not self._tensor_plan:
+            raise UserError(
+                f"layout.tensor = {mesh.ranks['tensor']} needs a plan that says how to split the "
+                'modules: give tensor_plan={"layers.*.up": "column", "layers.*.down": "row"}, or '
+                "set layout.tensor = 1"
+            )
+        plan = {name: STYLES[style]() for name, style in self._tensor_plan.items()}
+        parallelize_module(self.model, mesh["tensor"], plan)
+
+
+def find_blocks(model: nn.Module, wrap: Wrap) -> list[str]:
+    """The names of the blocks of `model`, none of which is inside another.
+
+    A module with a parameter that is used outside of it too, such as a tied embedding, is none:
+    the parameter would be sharded twice.
+    """
+    if wrap is None:
+        return []
+    if isinstance(wrap, int):
+        found = list(_by_size(model, wrap))
+    else:
+        items = [wrap] if isinstance(wrap, str | type) else list(wrap)
+        found = [
+            name
+            for name, module in model.named_modules()
+            if any(
+                isinstance(module, item) if isinstance(item, type) else fnmatchcase(name, item)
+                for item in items
+            )
+        ]
+    found = [name for name in found if name and not _shares_parameters(model, name)]
+    outermost: list[str] = []
+    for name in found:  # a module comes before those inside it
+        if not any(name.startswith(f"{other}.") for other in outermost):
+            outermost.append(name)
+    if not outermost:
+        raise UserError(
+            f"wrap={_described(wrap)} finds no block in {type(model).__name__}; its modules are "
+            + ", ".join(f"{name} ({type(m).__name__})" for name, m in model.named_children())
+        )
+    return outermost
+
+
+def _by_size(model: nn.Module, least: int) -> Iterator[str]:
+    """The modules with at least `least` parameters that contain no other such module."""
+    sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in model.named_modules()}
+    large = [name for name, size in sizes.items() if name and size >= least]
+    for name in large:
+        if not any(other.startswith(f"{name}.") for other in large):
+            yield name
+
+
+def _shares_parameters(model: nn.Module, name: str) -> bool:
+    inside = {id(p) for p in model.get_submodule(name).parameters()}
+    others = (
+        p
+        for full_name, p in model.named_parameters(remove_duplicate=False)
+        if not full_name.startswith(f"{name}.")
+    )
+    return any(id(p) in inside for p in others)
+
+
+def _described(wrap: Wrap) -> str:
+    items = [wrap] if isinstance(wrap, int | type) or wrap is None else list(wrap)
+    return ", ".join(item.__name__ if isinstance(item, type) else repr(item) for item in items)
+
+
+def _check_module(model: object) -> None:
+    if not isinstance(model, nn.Module):
+        raise UserError(f"the model must be a torch.nn.Module, got {type(model).__name__}")
+    name = type(model).__name__
+    parameters = list(model.parameters())
+    if not any(p.requires_grad for p in parameters):
+        raise UserError(f"{name} has no parameters to train: none requires a gradient")
+    if any(p.is_meta for p in parameters):
+        raise UserError(f"{name} is on the meta device: build it with its weights, on the CPU")
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in parameters):
+        raise UserError(f"{name} has lazy modules: run it once on a batch, so that they get shapes")
+    if low := next((n for n, p in model.named_parameters() if p.dtype != torch.float32), None):
+        raise UserError(
+            f"{low} of {name} is {model.get_parameter(low).dtype}, but parameters are trained in "
+            "float32: call .float() on the model, and set train.precision for mixed precision"
+        )
+
+
+def _check_plan(model: nn.Module, plan: Mapping[str, str]) -> None:
+    names = [name for name, _ in model.named_modules()]
+    for name, style in plan.items():
+        if style not in STYLES:
+            raise UserError(f'tensor_plan["{name}"] must be {", ".join(STYLES)}, got {style!r}')
+        if not any(fnmatchcase(other, name) for other in names):
+            raise UserError(f'tensor_plan["{name}"] matches no module of {type(model).__name__}')
+
+
+def _checked_loss(found: object) -> tuple[Tensor, Tensor]:
+    """The sum and the count that a loss function has returned, which is the user's."""
+    expected = "the loss function must return (sum, count): the summed loss and what to divide by"
+    if not isinstance(found, tuple) or len(found) != 2:
+        raise UserError(f"{expected}; got {_kind(found)}")
+    loss, count = found
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.is_floating_point():
+        raise UserError(f"{expected}; the sum is {_kind(loss)}, not a tensor of one number")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise UserError(
+            "the loss does not depend on a parameter that requires a gradient: compute it from "
+            "what the model returns, without .detach() or .item()"
+        )
+    if not isinstance(count, int | float | Tensor) or (
+        isinstance(count, Tensor) and count.numel() != 1
+    ):
+        raise UserError(f"{expected}; the count is {_kind(count)}, not a number")
+    count = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach().reshape(())
+    return loss.reshape(()), count
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a {type(value).__name__}"

@@ -1,0 +1,100 @@
+"""The decoder of a run file as a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.optim import Optimizer
+
+from longspan.config import Run
+from longspan.costs import count_parameters
+from longspan.data import Prefetcher
+from longspan.derived import derived_values
+from longspan.device import autocast
+from longspan.engines import DecoderSpec, Engine
+from longspan.engines.optimizer import set_learning_rate
+from longspan.engines.protocol import ReadTensor
+from longspan.export.huggingface import weight_reader
+from longspan.hf_config import read_llama_config
+from longspan.models import new_decoder
+from longspan.models.generation import encode_prompt
+from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.pipeline import ForwardContext, PipelinedDecoder
+from longspan.tracking import Reporter
+from longspan.training.evaluation import DecoderEvaluation, sample_text
+from longspan.training.meter import Meter, meter_of
+from longspan.training.schedule import learning_rate
+from longspan.training.state import resume_key
+from longspan.training.task import Show
+from longspan.training.verified_data import open_verified_source
+
+
+class DecoderTask:
+    make_optimizer = None
+
+    def __init__(self, run: Run, mesh: ParallelMesh, show: Show = lambda text: None) -> None:
+        self._run = run
+        self.source = open_verified_source(run, mesh, show)
+        if self.source.tokenizer and run.track.prompt:  # fail now, not after hours of training
+            encode_prompt(self.source.tokenizer, run.track.prompt)
+        self.spec = DecoderSpec(new_decoder(run))
+        self.resume_key = resume_key(run, self.source)
+
+    def set_learning_rate(self, optimizer: Optimizer, step: int) -> None:
+        set_learning_rate(optimizer, learning_rate(self._run.train, step))
+
+    def initial_weights(self) -> ReadTensor | None:
+        folder = self._run.train.init_from
+        return weight_reader(Path(folder), self._run) if folder else None
+
+    def open_data(self, mesh: ParallelMesh, device: torch.device) -> Prefetcher:
+        return Prefetcher(self.source, self._run.train.seed, mesh.local_samples, device)
+
+    def evaluation(
+        self, engine: Engine, mesh: ParallelMesh, device: torch.device, precision: ForwardContext
+    ) -> DecoderEvaluation:
+        return DecoderEvaluation(engine, self.source, self._run.train, device, mesh, precision)
+
+    def meter(self, device: torch.device, step: int, world: int) -> Meter:
+        return meter_of(self._run, device, step, world)
+
+    def summary(self, engine: Engine, mesh: ParallelMesh, *, is_new: bool) -> dict[str, str]:
+        run, module = self._run, engine.module
+        pipeline = {"pipeline": module.describe()} if isinstance(module, PipelinedDecoder) else {}
+        has_weights = is_new and run.train.init_from
+        return {
+            "model": f"{run.model.preset}, {count_parameters(run.model):,} parameters",
+            "data": self.source.describe(),
+            **derived_values(run, mesh.ranks),
+            **pipeline,
+            **({"weights": _weights_text(run)} if has_weights else {}),
+        }
+
+    def sample(
+        self,
+        engine: Engine,
+        mesh: ParallelMesh,
+        device: torch.device,
+        reporter: Reporter,
+        should_stop: Callable[[], bool],
+    ) -> str | None:
+        run, prompt = self._run, self._run.track.prompt
+        splits_tokens = mesh.ranks["sequence"] > 1 or (
+            run.layout.megatron_sequence_parallel and mesh.ranks["tensor"] > 1
+        )
+        if splits_tokens and prompt:
+            reporter.print("no sample: one token cannot be split over ranks; use longspan generate")
+            return None
+        sample = partial(sample_text, engine.inference_model, self.source, prompt)
+        with autocast(run.train):
+            return sample(run.train.seed, device, reporter, should_stop=should_stop)
+
+
+def _weights_text(run: Run) -> str:
+    """Where a new run's weights come from, and what it computes otherwise than their config."""
+    folder = run.train.init_from
+    changes = read_llama_config(Path(folder)).changes(run)
+    return "; ".join([f"initialised from {folder}", *changes])

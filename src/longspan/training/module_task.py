@@ -1,0 +1,300 @@
+"""A user's own model as a task: any nn.Module, any dataset, any loss."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+
+from longspan.config import Run, Train
+from longspan.data import Baseline, DatasetLoader, DatasetSource, Failure
+from longspan.data.dataset import Collate, seeded
+from longspan.derived import batch_values
+from longspan.engines import Engine, MakeOptimizer
+from longspan.engines.module_spec import Loss, ModuleSpec, Wrap
+from longspan.engines.optimizer import set_learning_rate
+from longspan.engines.protocol import ReadTensor
+from longspan.errors import UserError
+from longspan.faults import fault_point
+from longspan.parallel.collectives import all_reduce_any, all_reduce_loss
+from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.pipeline import ForwardContext
+from longspan.tracking import MetricsFile, Reporter
+from longspan.training.meter import Meter
+from longspan.training.schedule import learning_rate
+from longspan.training.signals import StopRequests
+from longspan.training.state import DATA
+
+OF_TRAINER = "__main__:trainer"
+"""The `model.factory` of a run whose model came from a Trainer."""
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+
+
+@dataclass
+class Task:
+    """A model of your own, its loss and its data, to be trained by a run file."""
+
+    model: nn.Module
+    """With its initial weights, in float32, on the CPU."""
+    loss: Loss
+    """loss(model, batch) returns the summed loss of a batch and the number to divide by: samples,
+    pixels, tokens. So accumulation and data parallelism never change the loss of a step."""
+    dataset: Any
+    """Map-style (__getitem__ and __len__), or an iterable with __len__, or a torch DataLoader, of
+    which dataset, collate_fn, num_workers and shuffle are taken."""
+    validation: Any = None
+    """The same, for evaluation; `train.eval_samples` of it, from the first on."""
+    collate: Collate | None = None
+    """Makes a batch of a list of samples; by default torch's default_collate."""
+    shuffle: bool = True
+    """Whether each epoch of a map-style dataset has its own order."""
+    workers: int = 0
+    """Processes that read the dataset a step ahead; 0 reads it in the process that trains."""
+    wrap: Wrap = None
+    """Which modules are sharded, checkpointed and compiled one by one: a class or several, a list
+    of globs over module names, or the least number of parameters; by default the whole model."""
+    tensor_plan: Mapping[str, str] | None = None
+    """For `layout.tensor`: "column", "row" or "sequence" by a glob over module names."""
+    optimizer: MakeOptimizer | None = None
+    """Builds an optimizer of the parallelized model; by default AdamW by [train]."""
+    schedule: Callable[[int], float] | None = None
+    """The factor of the optimizer's learning rate after so many steps; by default by [train]."""
+
+
+class ModuleTask:
+    def __init__(self, run: Run, task: Task) -> None:
+        self._run, self._task = run, _with_loader(task, run.train)
+        self.spec = ModuleSpec(task.model, task.loss, task.wrap, task.tensor_plan)
+        self.source = DatasetSource(
+            self._task.dataset, collate=self._task.collate, shuffle=self._task.shuffle
+        )
+        self.make_optimizer = task.optimizer
+        if task.optimizer and run.engine.name != "native":
+            raise UserError(
+                f'engine.name = "{run.engine.name}" has its own way to step an optimizer: remove '
+                'optimizer=, or set engine.name = "native"'
+            )
+        if (workers := self._task.workers) < 0:
+            raise UserError(f"workers must be at least 0, got {workers}")
+        if workers and not self.source.is_map:
+            raise UserError(
+                f"workers={workers} needs a map-style dataset, but {self.source.name} is an "
+                "iterable: give it __getitem__, or workers=0"
+            )
+        self.resume_key = {
+            "train.seed": run.train.seed,
+            DATA: f"{self.source.describe()}; SHA-256 {self.source.fingerprint}",
+        }
+
+    def set_learning_rate(self, optimizer: Optimizer, step: int) -> None:
+        train, schedule = self._run.train, self._task.schedule
+        if schedule is None and self._task.optimizer is None:
+            set_learning_rate(optimizer, learning_rate(train, step))
+            return
+        factor = schedule(step) if schedule else learning_rate(train, step) / train.peak_lr
+        for group in optimizer.param_groups:
+            group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
+
+    def initial_weights(self) -> ReadTensor | None:
+        return None
+
+    def open_data(self, mesh: ParallelMesh, device: torch.device) -> DatasetLoader:
+        train, workers = self._run.train, self._task.workers
+        return DatasetLoader(
+            self.source,
+            train.seed,
+            mesh.local_samples,
+            device,
+            micro_batch=train.micro_batch,
+            workers=workers,
+        )
+
+    def evaluation(
+        self, engine: Engine, mesh: ParallelMesh, device: torch.device, precision: ForwardContext
+    ) -> ModuleEvaluation:
+        validation = self._task.validation
+        source = None
+        if validation is not None:
+            source = DatasetSource(validation, collate=self._task.collate, shuffle=False)
+        return ModuleEvaluation(engine, self.spec, source, self._run.train, mesh, device, precision)
+
+    def meter(self, device: torch.device, step: int, world: int) -> Meter:
+        train = self._run.train
+        return Meter(
+            context=None,
+            global_batch=train.global_batch,
+            steps=train.steps,
+            flops=0.0,
+            peak_flops=None,
+            device=device,
+            step=step,
+        )
+
+    def summary(self, engine: Engine, mesh: ParallelMesh, *, is_new: bool) -> dict[str, str]:
+        model = self._task.model
+        count = sum(torch.Size(shape).numel() for shape in self.spec.shapes.values())
+        rows = {
+            "model": f"{type(model).__name__}, {count:,} parameters",
+            "data": self.source.describe(),
+            **batch_values(self._run, mesh.ranks),
+        }
+        if self.spec.blocks:
+            rows["blocks"] = f"{len(self.spec.blocks)} {', '.join(self.spec.block_classes)}"
+        if self._task.optimizer:
+            rows["optimizer"] = type(engine.optimizer).__name__
+        norms = sorted({type(m).__name__ for m in model.modules() if isinstance(m, BATCH_NORMS)})
+        if norms and (self._run.train.micro_batch < self._run.train.global_batch):
+            rows["warning"] = (
+                f"{', '.join(norms)} normalises over each micro-batch of each rank, so the layout "
+                "changes what is computed: GroupNorm or LayerNorm do not"
+            )
+        return rows
+
+    def sample(self, *_: object, **__: object) -> str | None:
+        return None
+
+
+class ModuleEvaluation:
+    """The validation loss of a user's own model. Data-parallel ranks share the samples."""
+
+    baseline: Baseline | None = None
+
+    def __init__(
+        self,
+        engine: Engine,
+        spec: ModuleSpec,
+        source: DatasetSource | None,
+        train: Train,
+        mesh: ParallelMesh,
+        device: torch.device,
+        context: ForwardContext,
+    ) -> None:
+        self._engine, self._spec, self._source, self._train = engine, spec, source, train
+        self._mesh, self._device, self._context = mesh, device, context
+
+    @property
+    def why_empty(self) -> str:
+        return "" if self._source else "the task has no validation samples"
+
+    @cached_property
+    def _batches(self) -> list[list[int]]:
+        """This rank's samples of each forward pass. All ranks run as many, as FSDP needs it; a rank
+        that has no samples left repeats its first one, which does not count.
+        """  # fmt: skip
+        assert self._source is not None
+        count = min(self._train.eval_samples, self._source.length)
+        ranks, size = self._mesh.data_ranks, self._train.micro_batch
+        padded = [*range(count), *[-1] * (-count % (ranks * size))]
+        local = self._mesh.local_samples(padded)
+        return [list(local[start : start + size]) for start in range(0, len(local), size)]
+
+    @torch.no_grad()
+    def loss(self, requests: StopRequests) -> float | None:
+        if self._source is None:
+            return None
+        total = torch.zeros(2, dtype=torch.float64, device=self._device)
+        model = self._engine.inference_model
+        assert isinstance(model, nn.Module)
+        model.eval()
+        try:
+            with self._context():
+                for indices in self._batches:
+                    fault_point("evaluation")
+                    if any(all_reduce_any(self._mesh, requests.stop)):
+                        return None
+                    real = [index for index in indices if index >= 0]
+                    # Whatever the model itself draws comes from the samples, too.
+                    with seeded(self._train.seed + (real or [0])[0]):
+                        batch = self._source.batch(self._train.seed, real or [0])
+                        if isinstance(batch, Failure):
+                            raise UserError(batch.text)
+                        loss, count = self._spec.loss(model, batch.to(self._device))
+                    if real:
+                        assert count is not None
+                        total += torch.stack([loss.double(), count])
+        finally:
+            model.train()
+        loss_sum, count = all_reduce_loss(self._mesh, total, pipeline=False).tolist()
+        return float(loss_sum / max(count, 1e-300))
+
+    def report(
+        self, loss: float | None, step: int, reporter: Reporter, metrics: MetricsFile
+    ) -> None:
+        if loss is None:
+            return
+        metrics.write({"step": step, "validation_loss": loss})
+        reporter.print(f"step {step}  validation loss {loss:.4f}")
+
+
+def call_factory(run: Run, folder: Path) -> Task:
+    """Call `model.factory` with the run; modules are found as in a program started in `folder`."""
+    if run.model.factory == OF_TRAINER:
+        raise UserError(
+            "this run was started by longspan.Trainer in a program, which alone has its model: "
+            "resume it there, by Trainer.train(resume=True)"
+        )
+    module_name, _, name = run.model.factory.partition(":")
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not module_name.startswith(error.name):
+            raise
+        raise UserError(
+            f'model.factory = "{run.model.factory}": there is no module {error.name} in {folder} '
+            "or where Python looks for modules (PYTHONPATH)"
+        ) from error
+    factory = getattr(module, name, None)
+    if not callable(factory):
+        raise UserError(
+            f'model.factory = "{run.model.factory}": {module.__name__} has no function {name}'
+        )
+    torch.manual_seed(run.train.seed)
+    try:
+        task = factory(run)
+    except UserError:
+        raise
+    except TypeError as error:
+        raise UserError(f'model.factory = "{run.model.factory}" raised {error}') from error
+    if not isinstance(task, Task):
+        raise UserError(
+            f'model.factory = "{run.model.factory}" must return a longspan.Task, got '
+            f"{type(task).__name__}"
+        )
+    return task
+
+
+def _with_loader(task: Task, train: Train) -> Task:
+    """The task with what its DataLoader says, if its dataset is one."""
+    loader = task.dataset
+    if not isinstance(loader, DataLoader):
+        return task
+    if loader.batch_size != train.micro_batch:
+        raise UserError(
+            f"the DataLoader has batch_size {loader.batch_size}, but train.micro_batch is "
+            f"{train.micro_batch}: set train.micro_batch={loader.batch_size}"
+        )
+    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+        raise UserError(
+            f"the DataLoader has a {type(loader.sampler).__name__}, but the run orders samples "
+            "itself, so that it can resume on any number of ranks: remove sampler="
+        )
+    return Task(
+        **{
+            **{key: getattr(task, key) for key in task.__dataclass_fields__},
+            "dataset": loader.dataset,
+            "collate": task.collate or loader.collate_fn,
+            "workers": task.workers or loader.num_workers,
+            "shuffle": isinstance(loader.sampler, RandomSampler),
+        }
+    )

@@ -1,0 +1,394 @@
+"""A user's own model gives the same losses in every layout and engine, and resumes in any."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from examples import unet
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from longspan.config import Run
+from longspan.data import DatasetSource
+from longspan.engines.module_spec import find_blocks
+from longspan.errors import Diverged, UserError
+from longspan.parallel.world import World
+from longspan.runfile import load_run, parse_run
+from longspan.tracking import read_metrics
+from longspan.trained import load_weights
+from longspan.training import train
+from longspan.training.module_task import ModuleTask, Task
+from longspan.training.trainer import Trainer
+from tests.harness import Ranks
+
+STEPS = 5
+TRAIN = {
+    "steps": STEPS,
+    "micro_batch": 1,
+    "global_batch": 8,
+    "lr": 2e-3,
+    "warmup_steps": 1,
+    "grad_clip": 0.1,
+    "eps": 1e-6,
+    "device": "cpu",
+    "eval_samples": 3,
+}
+DEEPSPEED = {"name": "deepspeed", "param_persistence_threshold": 0}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"layout": {"replicate": 2, "shard": 1}},
+    "zero 1": {"layout": {"shard": 2, "zero": 1}},
+    "zero 2": {"layout": {"shard": 2, "zero": 2}},
+    "zero 3": {"layout": {"shard": 2}},
+    "checkpointed": {"train": {"activation_checkpointing": "full"}},
+    "deepspeed zero 2": {"layout": {"shard": 2, "zero": 2}, "engine": DEEPSPEED},
+    "deepspeed zero 3": {"layout": {"shard": 2}, "engine": DEEPSPEED},
+    "accelerate": {"layout": {"zero": 0}, "engine": {"name": "accelerate"}},
+}
+
+
+def tables(**sections: dict[str, Any]) -> dict[str, Any]:
+    base: dict[str, dict[str, Any]] = {
+        "model": {"factory": "x:y"},
+        "train": TRAIN,
+        "track": {"log_every": 1},
+        "checkpoint": {"every": 2, "keep": 3},
+    }
+    return {key: base.get(key, {}) | sections.get(key, {}) for key in base.keys() | sections.keys()}
+
+
+class Weighted(nn.Module):
+    """A U-Net beside a parameter that no loss uses, and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unet = unet.UNet(width=4)
+        self.unused = nn.Linear(3, 3)
+        self.tied = nn.ModuleList([nn.Conv2d(1, 1, 3, padding=1) for _ in range(2)])
+        self.tied[1].weight = self.tied[0].weight
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor, level: Tensor) -> Tensor:
+        self.calls += 1
+        out: Tensor = self.unet(self.tied[1](self.tied[0](x)), level)
+        return out
+
+
+def loss(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """The loss of some pixels, whose number differs from sample to sample."""
+    total, _ = unet.loss(model, batch)
+    weight = batch["level"] % 3 + 1
+    return total * weight.sum(), weight.sum() * 256
+
+
+def own_task(run: Run) -> Task:
+    torch.manual_seed(int(os.environ.get("RANK", "0")))  # rank 0 has the say
+    validation = unet.Shapes(3)
+    return Task(Weighted(), loss, unet.Shapes(20), validation=validation, wrap=unet.Block)
+
+
+def train_own(run: Run, folder: Path, rank: int, world: int, *, resume: bool = False) -> None:
+    task = own_task(run)
+    train(
+        run,
+        folder,
+        resume=resume,
+        world=World(rank, world, rank),
+        open_task=lambda run, mesh, show: ModuleTask(run, task),
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    lines = read_metrics(folder / "metrics.jsonl")
+    values = [line["loss"] for line in lines if "loss" in line]
+    return values + [line["validation_loss"] for line in lines if "validation_loss" in line]
+
+
+def train_layouts(rank: int, world: int, folder: str, layouts: dict[str, Any]) -> None:
+    values = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1"}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    for name, sections in layouts.items():
+        run = parse_run(tables(**sections), world=world)
+        train_own(run, Path(folder, name), rank, world)
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("own") / "reference"
+    train_own(parse_run(tables()), folder, 0, 1)
+    return folder
+
+
+def assert_same(folder: Path, reference: Path) -> None:
+    assert losses(folder) == pytest.approx(losses(reference), rel=1e-5)
+    weights, expected = load_weights(folder), load_weights(reference)
+    assert weights.keys() == expected.keys()
+    for name, weight in expected.items():
+        if name == "unused.weight" and "deepspeed" in folder.name:
+            continue  # in its flat buffers, weight decay applies to what no loss has used
+        torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_layouts_and_engines_do_not_change_the_losses(
+    ranks: Ranks, reference: Path, tmp_path: Path
+) -> None:
+    layouts = dict(LAYOUTS)
+    for name in ("deepspeed", "accelerate"):
+        try:
+            __import__(name)
+        except ImportError:
+            layouts = {key: value for key, value in layouts.items() if not key.startswith(name)}
+    ranks.run(train_layouts, 2, str(tmp_path), layouts)
+    for name in layouts:
+        assert_same(tmp_path / name, reference)
+
+
+def test_hybrid_sharding_does_not_change_the_losses(
+    ranks: Ranks, reference: Path, tmp_path: Path
+) -> None:
+    hybrid = {"hybrid": {"layout": {"replicate": 2, "shard": 2}}}
+    ranks.run(train_layouts, 4, str(tmp_path), hybrid)
+    assert_same(tmp_path / "hybrid", reference)
+
+
+def resume_on_ranks(rank: int, world: int, folder: str) -> None:
+    run = parse_run(tables(layout={"shard": 2}), world=world)
+    train_own(run, Path(folder), rank, world, resume=True)
+
+
+def test_a_run_that_is_continued_on_other_ranks_is_the_same_run(
+    ranks: Ranks, reference: Path, tmp_path: Path
+) -> None:
+    run, folder = parse_run(tables()), tmp_path / "run"
+    train_own(run, folder, 0, 1)
+    for step in (4, 5):  # as if it had been killed after step 2
+        shutil.rmtree(folder / f"checkpoints/step-{step:08}")
+    ranks.run(resume_on_ranks, 2, str(folder))
+    assert_same(folder, reference)
+    assert load_weights(folder, "buffers").keys() == {"calls"}
+
+
+class Mlp(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(torch.relu(self.up(x)))
+        return out
+
+
+class Numbers:
+    def __init__(self, count: int = 12) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        x = torch.arange(4.0) + index
+        return {"x": x / 10, "nested": [{"y": x.sum()}]}
+
+
+def square(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+    error = model(batch["x"])[:, 0] - batch["nested"][0]["y"]
+    return error.square().sum(), len(error)
+
+
+def trainer(folder: Path, **changes: Any) -> Trainer:
+    run = {"train": {"steps": 3, "global_batch": 4, "micro_batch": 2, "device": "cpu"}}
+    options = {"model": Mlp(), "loss": square, "dataset": Numbers(), "run": run, "run_dir": folder}
+    return Trainer(**(options | changes))
+
+
+def split_by_plan(rank: int, world: int, folder: str) -> list[float]:
+    torch.manual_seed(0)
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+    run = {
+        "train": {"steps": 3, "global_batch": 4, "micro_batch": 2, "device": "cpu"},
+        "layout": {"tensor": 2, "shard": 1},
+        "track": {"log_every": 1},
+    }
+    plan = {"up": "column", "down": "row"}
+    trainer(Path(folder), run=run, tensor_plan=plan).train()
+    return losses(Path(folder))
+
+
+def test_a_plan_of_the_users_splits_weights(ranks: Ranks, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    alone = trainer(tmp_path / "one")
+    alone.run = alone.run.model_copy(
+        update={"track": alone.run.track.model_copy(update={"log_every": 1})}
+    )
+    alone.train()
+    found, _ = ranks.run(split_by_plan, 2, str(tmp_path / "two"))
+    assert found == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_workers_and_random_datasets_give_the_same_samples(tmp_path: Path) -> None:
+    class Random(Numbers):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            y = torch.rand(()) + float(np.random.rand()) + random.random()
+            return {"x": torch.rand(4), "nested": [{"y": y}]}
+
+    for workers in (0, 2):
+        torch.manual_seed(0)
+        trainer(tmp_path / str(workers), dataset=Random(), workers=workers).train()
+    assert losses(tmp_path / "2") == losses(tmp_path / "0")
+
+
+def test_a_data_loader_is_taken_as_it_is(tmp_path: Path) -> None:
+    for name, data in {
+        "plain": Numbers(),
+        "loader": DataLoader(Numbers(), batch_size=2, shuffle=True),  # type: ignore[arg-type]
+    }.items():
+        torch.manual_seed(0)
+        trainer(tmp_path / name, dataset=data).train()
+    assert losses(tmp_path / "loader") == losses(tmp_path / "plain")
+
+
+class Stream:
+    def __init__(self, count: int = 6, length: int = 6) -> None:
+        self.count, self.length = count, length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return (Numbers()[index] for index in range(self.count))
+
+
+def test_an_iterable_keeps_its_order_over_epochs() -> None:
+    source = DatasetSource(Stream())
+
+    def first(index: int) -> float:
+        batch = source.batch(0, [index])
+        return float(batch.content["x"][0, 0]) * 10  # type: ignore[union-attr]
+
+    assert [first(n) for n in (0, 1, 4, 6, 11, 2, 17)] == pytest.approx([0, 1, 4, 0, 5, 2, 5])
+
+
+def test_a_users_optimizer_and_schedule(tmp_path: Path) -> None:
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    torch.manual_seed(0)
+    own, plain = Mlp(), Mlp()
+    plain.load_state_dict(own.state_dict())
+    run = {
+        "train": {"steps": 2, "global_batch": 12, "micro_batch": 12, "grad_clip": 0.0},
+        "checkpoint": {"every": 1},
+    }
+    run["train"] |= {"device": "cpu"}
+    trainer(tmp_path, model=own, run=run, optimizer=sgd, schedule=lambda step: 0.5**step).train()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    batch = torch.utils.data.default_collate([Numbers()[n] for n in range(12)])
+    for step in range(2):
+        optimizer.param_groups[0]["lr"] = 0.1 * 0.5**step
+        optimizer.zero_grad()
+        total, count = square(plain, batch)
+        (total / count).backward()
+        optimizer.step()
+    for mine, theirs in zip(own.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert "up.weight.momentum_buffer" in load_weights(tmp_path, "optimizer")
+
+
+def test_blocks_are_found_by_class_size_and_name() -> None:
+    model = Weighted()
+    names = ["unet.down.0", "unet.down.1", "unet.middle", "unet.up.0", "unet.up.1"]
+    assert find_blocks(model, unet.Block) == names
+    assert find_blocks(model, ["unet.down.*", "unet.middle"])[:3] == names[:3]
+    assert "unet.middle.first" in find_blocks(model, 500)
+    assert find_blocks(model, None) == []
+    assert find_blocks(model, nn.Conv2d)  # but not the two that share a weight
+    assert not any(name.startswith("tied") for name in find_blocks(model, nn.Conv2d))
+
+
+def raises(error: str) -> Callable[..., Any]:
+    def fail(*_: object) -> Any:
+        raise RuntimeError(error)
+
+    return fail
+
+
+class Broken(Numbers):
+    def __init__(self, sample: Callable[[int], Any]) -> None:
+        super().__init__()
+        self.sample = sample
+
+    def __getitem__(self, index: int) -> Any:
+        return self.sample(index)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"dataset": Numbers(0)}, "the dataset is empty"),
+        (
+            {"dataset": Broken(raises("no such file"))},
+            r"Broken\[\d+\] raised RuntimeError: no such",
+        ),
+        ({"dataset": Broken(lambda i: torch.zeros(i))}, "cannot be put into one batch"),
+        ({"dataset": object()}, "must have a length"),
+        ({"dataset": Stream(3, 6)}, "it ended earlier"),
+        ({"dataset": Stream(), "workers": 1}, "needs a map-style dataset"),
+        ({"dataset": DataLoader(Numbers(), batch_size=3)}, "train.micro_batch=3"),  # type: ignore[arg-type]
+        ({"loss": lambda model, batch: model(batch["x"]).sum()}, r"must return \(sum, count\)"),
+        ({"loss": lambda model, batch: (torch.ones(()), 1)}, "does not depend on a parameter"),
+        ({"loss": lambda model, batch: (1.0, 1)}, "the sum is a float"),
+        ({"loss": lambda model, batch: (model(batch["x"]).sum(), "2")}, "the count is a str"),
+        ({"loss": lambda model, batch: (model(batch["x"]), 1)}, r"tensor of shape \(2, 1\)"),
+        ({"model": nn.Identity()}, "no parameters to train"),
+        ({"model": Mlp().half()}, r"float32: call \.float\(\)"),
+        ({"model": "mlp"}, "must be a torch.nn.Module"),
+        ({"wrap": nn.Conv2d}, "finds no block"),
+        ({"tensor_plan": {"up": "diagonal"}}, "must be column, row, sequence"),
+        ({"run": {"model": {"layers": 3}}}, r"model.layers  has no effect with model.factory"),
+        ({"run": {"data": {"context": 3}}}, "data.context  has no effect"),
+        ({"run": {"train": {"halve_on_oom": True}}}, "a Trainer cannot"),
+    ],
+)
+def test_what_cannot_be_trained_is_said_in_one_error(
+    changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        trainer(tmp_path / "run", **changes).train()
+
+
+def test_a_nan_loss_ends_the_run(tmp_path: Path) -> None:
+    def nan(model: nn.Module, batch: dict[str, Any]) -> tuple[Tensor, int]:
+        total, count = square(model, batch)
+        return total * float("nan"), count
+
+    with pytest.raises(Diverged, match="loss is NaN"):
+        trainer(tmp_path / "run", loss=nan).train()
+
+
+@pytest.mark.parametrize(
+    ("factory", "message"),
+    [
+        ("no_such_module:task", "there is no module no_such_module"),
+        ("examples.unet:no_such_function", "has no function no_such_function"),
+        ("examples.unet:save_grid", "raised"),
+        ("examples.unet", 'expected "package.module:function"'),
+    ],
+)
+def test_a_factory_that_cannot_be_called_is_an_error(
+    factory: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=message):
+        train(load_run(None, [f"model.factory={factory}"]), tmp_path / "run")
+
+
+def test_a_dataset_of_another_length_does_not_resume(tmp_path: Path) -> None:
+    trainer(tmp_path / "run").train()
+    with pytest.raises(UserError, match="12 samples per epoch"):
+        trainer(tmp_path / "run", dataset=Numbers(13)).train(resume=True)
