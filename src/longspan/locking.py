@@ -48,7 +48,8 @@ def owned(folder: Path) -> Iterator[int]:
         yield descriptor
     finally:
         with suppress(OSError):  # the folder may be gone, or have files that stay
-            (folder / LOCK).unlink()
+            if _is_still(folder / LOCK, descriptor):  # not that of a later owner
+                (folder / LOCK).unlink()
             for path in created:
                 path.rmdir()
         os.close(descriptor)

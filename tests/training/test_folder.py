@@ -85,6 +85,13 @@ def test_a_lock_is_held_until_the_last_process_that_inherited_it_is_gone(
         pass
 
 
+def test_an_owner_leaves_the_lock_of_a_later_one(tmp_path: Path) -> None:
+    with owned(tmp_path):
+        (tmp_path / LOCK).unlink()  # someone cleaned up
+        (tmp_path / LOCK).write_text("the next owner")
+    assert (tmp_path / LOCK).read_text() == "the next owner"
+
+
 def test_a_folder_that_cannot_be_locked_is_used_with_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
