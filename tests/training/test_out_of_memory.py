@@ -6,6 +6,7 @@ import gc
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ import torch
 from longspan import faults
 from longspan.config import Run
 from longspan.errors import OutOfMemory
+from longspan.runfile import load_run
 from longspan.training import train
 from longspan.training.out_of_memory import (
     halved,
@@ -65,6 +67,14 @@ def test_half_the_micro_batch_gives_the_same_losses(
     assert (tmp_path / "halved" / "micro_batch").read_text() == "2\n"
 
 
+def test_what_checkpointing_frees_in_an_own_model_is_unknown() -> None:
+    used = {"optimizer state": 1, "activations and workspace": 100}
+    run = load_run(None, ["model.factory=a:b"])
+    found = {s.setting: s.frees for s in suggestions(used, run, 1)}
+    assert found["train.activation_checkpointing=full"] is None
+    assert found["train.offload_activations=true"] == 80
+
+
 def test_only_settings_that_are_not_in_use_are_suggested() -> None:
     used = {
         "parameters": 40,
@@ -73,7 +83,7 @@ def test_only_settings_that_are_not_in_use_are_suggested() -> None:
         "activations and workspace": 1000,
     }
 
-    def suggested(run: Run) -> dict[str, float]:
+    def suggested(run: Run) -> dict[str, Any]:
         return {s.setting: s.frees for s in suggestions(used, run, 1)}
 
     found = suggested(run_of(1, *BATCH))

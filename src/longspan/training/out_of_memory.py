@@ -29,10 +29,10 @@ UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 class Suggestion(NamedTuple):
-    """A setting, the bytes per rank that it would free, and what it costs."""
+    """A setting, the bytes per rank that it would free if that is known, and what it costs."""
 
     setting: str
-    frees: float
+    frees: float | None
     cost: str
 
 
@@ -54,6 +54,9 @@ def explain(error: BaseException, state: TrainState, run: Run, device: torch.dev
     requested = requested_bytes(error)
     lines.append("settings that would free memory, cheapest first:")
     for setting, frees, cost in suggestions(used, run, state.mesh.world.size):
+        if frees is None:
+            lines.append(f"  {setting:<40}unknown; costs {cost}")
+            continue
         fits = "" if requested is None else ", enough" if frees >= requested else ", not enough"
         lines.append(f"  {setting:<40}about {_size(frees)}{fits}; costs {cost}")
     return "\n".join(lines)
@@ -82,25 +85,28 @@ def suggestions(used: dict[str, int], run: Run, world: int) -> list[Suggestion]:
     is_sharded = layout.resolve(world)["shard"] > 1
     rest = used["activations and workspace"]
     states = sum(used.values()) - rest
-    modes = ("none", "selective", "full")
-    elements = {mode: activation_elements(run.model, mode) for mode in modes}
-    now = elements[train.activation_checkpointing]
     checkpointing = "train.activation_checkpointing"
+
+    def freed_by(mode: str) -> float | None:
+        if run.model.factory:  # only the decoder's activations are known
+            return None
+        now = activation_elements(run.model, train.activation_checkpointing)
+        return rest * (1 - activation_elements(run.model, mode) / now)
+
     found = []
     if train.micro_batch > 1:
         smaller = halved(train.micro_batch)
         frees = rest * (1 - smaller / train.micro_batch)
         found.append(Suggestion(f"train.micro_batch={smaller}", frees, "smaller matrix products"))
     if train.activation_checkpointing == "none":
-        frees = rest * (1 - elements["selective"] / now)
-        found.append(Suggestion(f"{checkpointing}=selective", frees, "a few percent of the time"))
+        cost = "a few percent of the time"
+        found.append(Suggestion(f"{checkpointing}=selective", freed_by("selective"), cost))
     if train.optimizer == "adamw" and is_native:
         frees = used["optimizer state"] * 0.75
         found.append(Suggestion("train.optimizer=adamw8bit", frees, "8-bit moments"))
     if train.activation_checkpointing != "full":
-        frees = rest * (1 - elements["full"] / now)
         cost = "a second forward pass, about a third"
-        found.append(Suggestion(f"{checkpointing}=full", frees, cost))
+        found.append(Suggestion(f"{checkpointing}=full", freed_by("full"), cost))
     if not train.offload_activations:
         cost = "copies to the CPU and back"
         found.append(Suggestion("train.offload_activations=true", rest * 0.8, cost))
