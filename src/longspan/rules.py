@@ -184,7 +184,15 @@ def _decoder_layout_rules(
     ranks = layout.resolve(world)
     tensor = ranks["tensor"]
     if ranks["pipeline"] > 1:
-        yield from _pipeline_problems(layout, ranks, model, train)
+        stages = ranks["pipeline"] * layout.stages_per_rank
+        if model.layers < stages:
+            yield Problem(
+                "layout.pipeline",
+                f'{ranks["pipeline"]} ranks with layout.schedule = "{layout.schedule}" need '
+                f"{stages} layers, but model.layers is {model.layers}: use at most "
+                f"{model.layers // layout.stages_per_rank}",
+            )
+        yield from _pipeline_problems(layout, ranks, train)
         if layout.schedule == "zbv":
             yield from _zbv_problems(layout, ranks, train)
     if data.context % ranks["sequence"]:
@@ -213,19 +221,25 @@ def _decoder_layout_rules(
             )
 
 
-def _module_layout_rules(layout: Layout, model: Model, world: int) -> Problems:
+def _module_layout_rules(layout: Layout, model: Model, train: Train, world: int) -> Problems:
     """What a model of the user's own cannot be split by."""
     if layout_problems(layout.ranks(), world):
         return
     ranks = layout.resolve(world)
-    advice = {
-        "sequence": "give sequence_parallel=group to the attention modules of the model instead",
-        "pipeline": "use layout.shard or layout.tensor",
-    }
-    for axis, text in advice.items():
-        if ranks[axis] > 1:
-            message = f"{ranks[axis]} is not supported with model.factory: {text}"
-            yield Problem(f"layout.{axis}", message)
+    if ranks["sequence"] > 1:
+        yield Problem(
+            "layout.sequence",
+            f"{ranks['sequence']} is not supported with model.factory: use 1, and give "
+            "sequence_parallel=group to the attention modules of the model",
+        )
+    if ranks["pipeline"] > 1:
+        yield from _pipeline_problems(layout, ranks, train)
+    if ranks["pipeline"] > 1 and (layout.schedule == "zbv" or ranks["tensor"] > 1):
+        yield Problem(
+            "layout.pipeline",
+            f'{ranks["pipeline"]} with layout.tensor or layout.schedule = "zbv" is not supported '
+            'with model.factory: use layout.tensor = 1 and "1f1b"',
+        )
     if layout.megatron_sequence_parallel:
         message = "is not supported with model.factory: use false, and say it in the task's plan"
         yield Problem("layout.megatron_sequence_parallel", message)
@@ -275,16 +289,8 @@ def _layout_rules(layout: Layout, train: Train, world: int) -> Problems:
         )
 
 
-def _pipeline_problems(
-    layout: Layout, ranks: Mapping[str, int], model: Model, train: Train
-) -> Problems:
-    depth, stages = ranks["pipeline"], ranks["pipeline"] * layout.stages_per_rank
-    if model.layers < stages:
-        yield Problem(
-            "layout.pipeline",
-            f'{depth} ranks with layout.schedule = "{layout.schedule}" need {stages} layers, but '
-            f"model.layers is {model.layers}: use at most {model.layers // layout.stages_per_rank}",
-        )
+def _pipeline_problems(layout: Layout, ranks: Mapping[str, int], train: Train) -> Problems:
+    depth = ranks["pipeline"]
     per_pass = train.micro_batch * ranks["replicate"] * ranks["shard"]
     micro_batches = train.global_batch // per_pass
     is_interleaved = layout.schedule == "interleaved"

@@ -27,7 +27,7 @@ from longspan.trained import load_weights
 from longspan.training import train
 from longspan.training.module_task import ModuleTask, Task
 from longspan.training.trainer import Trainer
-from tests.harness import Ranks
+from tests.harness import Ranks, RanksFailed
 
 STEPS = 5
 TRAIN = {
@@ -230,6 +230,78 @@ def test_a_plan_of_the_users_splits_weights(ranks: Ranks, tmp_path: Path) -> Non
     alone.train()
     found, _ = ranks.run(split_by_plan, 2, str(tmp_path / "two"))
     assert found == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+class Deep(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(4))
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+STAGES = [["layers.0", "layers.1"], ["layers.2", "layers.3", "head"]]
+
+
+def pipelined(folder: Path, layout: dict[str, Any], stages: list[list[str]] | None) -> Trainer:
+    torch.manual_seed(0)
+    train = {"steps": 3, "global_batch": 8, "micro_batch": 2, "device": "cpu", "grad_clip": 0.1}
+    run = {"train": train, "track": {"log_every": 1}, "layout": layout}
+    wrap, validation = nn.Sequential, Numbers(3)
+    return trainer(folder, model=Deep(), run=run, stages=stages, wrap=wrap, validation=validation)
+
+
+def run_stages(rank: int, world: int, folder: str, layouts: list[dict[str, Any]]) -> None:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+    for index, layout in enumerate(layouts):
+        stages = [[n] for n in ("layers.0", "layers.1", "layers.2")] + [["layers.3", "head"]]
+        is_interleaved = layout.get("schedule") == "interleaved"
+        where = Path(folder, str(index))
+        pipelined(where, layout, stages if is_interleaved else STAGES).train()
+
+
+@pytest.mark.parametrize(
+    ("world", "layouts"),
+    [
+        (2, [{"pipeline": 2}, {"pipeline": 2, "schedule": "gpipe"}]),
+        (2, [{"pipeline": 2, "schedule": "interleaved"}]),
+        (4, [{"pipeline": 2, "shard": 2}]),
+    ],
+)
+def test_stages_of_the_users_make_a_pipeline(
+    ranks: Ranks, world: int, layouts: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    pipelined(tmp_path / "one", {}, None).train()
+    ranks.run(run_stages, world, str(tmp_path), layouts)
+    for index in range(len(layouts)):
+        assert_same(tmp_path / str(index), tmp_path / "one")
+
+
+@pytest.mark.parametrize(
+    ("stages", "message"),
+    [
+        (None, "needs to know the stages"),
+        ([["layers.0"], ["layers.1"], ["head"]], "has 3 stages, but the layout needs 2"),
+        ([["layers.0", "layers.1"], ["head"]], r"layers\.2\.0\.weight is in no stage"),
+        ([["layers.1", "layers.0"], ["layers.2", "layers.3", "head"]], "do not compute what Deep"),
+        ([["layers.0", "nothing"], ["head"]], "names nothing, which Deep has not"),
+    ],
+)
+def test_stages_that_are_not_the_model_are_refused(
+    ranks: Ranks, stages: list[list[str]] | None, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RanksFailed, match=message):
+        ranks.run(run_wrong_stages, 2, str(tmp_path / "run"), stages)
+
+
+def run_wrong_stages(rank: int, world: int, folder: str, stages: list[list[str]] | None) -> None:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+    pipelined(Path(folder), {"pipeline": 2}, stages).train()
 
 
 def test_workers_and_random_datasets_give_the_same_samples(tmp_path: Path) -> None:

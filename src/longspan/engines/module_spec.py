@@ -24,6 +24,14 @@ from torch.distributed.tensor.parallel import (
 
 from longspan.checkpoint import Region
 from longspan.config import Layout, Train
+from longspan.engines.module_pipeline import (
+    PipelinedModule,
+    Stages,
+    check_stages,
+    drop_remote_stages,
+    input_of,
+    stage_shapes,
+)
 from longspan.errors import UserError
 from longspan.models import parameter_shapes
 from longspan.parallel.activation_checkpointing import checkpointed
@@ -56,11 +64,15 @@ class ModuleSpec:
         loss: Loss,
         wrap: Wrap = None,
         tensor_plan: Mapping[str, str] | None = None,
+        stages: Stages | None = None,
+        example: Callable[[], Any] | None = None,
     ) -> None:
+        """`example` gives a micro-batch, by which the stages of a pipeline are tried."""
         _check_module(model)
         self.model, self.shapes = model, parameter_shapes(model)
         self.blocks = find_blocks(model, wrap)
         self._loss, self._tensor_plan = loss, tensor_plan or {}
+        self._stages, self._example = stages, example
         _check_plan(model, self._tensor_plan)
 
     @property
@@ -73,6 +85,8 @@ class ModuleSpec:
     ) -> nn.Module:
         self._broadcast(mesh)
         device = torch.device(train.device)
+        if mesh.ranks["pipeline"] > 1:
+            return self._pipelined(mesh, layout, train, forward_context)
         if not mesh.is_fsdp:  # FSDP brings one block after the other to the device
             self.model.to(device)
         if mesh.ranks["tensor"] > 1:
@@ -87,6 +101,37 @@ class ModuleSpec:
             blocks = [self.model.get_submodule(name) for name in self.blocks]
             fully_shard_blocks(self.model, blocks, mesh, layout)
         return self.model
+
+    def _pipelined(
+        self, mesh: ParallelMesh, layout: Layout, train: Train, forward_context: ForwardContext
+    ) -> PipelinedModule:
+        ranks, device = mesh["pipeline"], torch.device(train.device)
+        if not self._stages:
+            raise UserError(
+                f"layout.pipeline = {ranks.size()} needs to know the stages of the model: give "
+                'stages=[["embedding", "layers.0"], ["layers.1", "head"]], or set layout.pipeline '
+                "= 1"
+            )
+        check_stages(self.model, self._stages, ranks.size() * layout.stages_per_rank)
+        assert self._example is not None
+        shapes = stage_shapes(self.model, self._stages, input_of(self.loss, self._example()))
+        local = drop_remote_stages(self.model, self._stages, ranks)
+        is_local = tuple(f"{name}." for name in local)
+        self.blocks = [name for name in self.blocks if f"{name}.".startswith(is_local)]
+        self.wrap_blocks(self.model, train)
+        if not mesh.is_fsdp:
+            self.model.to(device)
+        module = PipelinedModule(
+            self.model, self._stages, layout.schedule, ranks, self.loss, forward_context
+        )
+        if mesh.is_fsdp:
+            blocks = [self.model.get_submodule(name) for name in self.blocks]
+            for stage in module.stages:
+                inside = set(stage.modules())
+                fully_shard_blocks(stage, [b for b in blocks if b in inside], mesh, layout)
+        micro_batches = train.global_batch // (train.micro_batch * mesh.data_ranks)
+        module.build_schedule(micro_batches, shapes, device)
+        return module
 
     def materialize(
         self,
@@ -120,7 +165,9 @@ class ModuleSpec:
     def initial_weight(self, seed: int, name: str, region: Region) -> Tensor:
         raise AssertionError("a module comes with its weights")
 
-    def loss(self, module: nn.Module, batch: Any) -> tuple[Tensor, Tensor | None]:
+    def loss(self, module: Any, batch: Any) -> tuple[Tensor, Tensor]:
+        if isinstance(module, PipelinedModule):
+            return module.evaluate(batch)
         return _checked_loss(self._loss(module, batch))
 
     def _broadcast(self, mesh: ParallelMesh) -> None:

@@ -17,6 +17,7 @@ from longspan.config import Layout, Train
 from longspan.data import Batch
 from longspan.engines.decoder_spec import DecoderSpec
 from longspan.engines.loss_scale import LossScale
+from longspan.engines.module_pipeline import PipelinedModule
 from longspan.engines.optimizer import (
     load_optimizer_tensor,
     optimizer_state,
@@ -68,7 +69,8 @@ class NativeEngine:
 
     @property
     def inference_model(self) -> nn.Module:
-        return self.module if isinstance(self.module, PipelinedDecoder) else self.model
+        is_pipeline = isinstance(self.module, PipelinedDecoder | PipelinedModule)
+        return self.module if is_pipeline else self.model
 
     def backward(self, batch: StepBatch, scale: Tensor) -> tuple[Tensor, Tensor | None]:
         factor = self.loss_scale.factor
@@ -77,9 +79,13 @@ class NativeEngine:
             assert isinstance(batch, Batch)
             local = self._spec.local(batch.to(self._device))
             return self.module.backward(*local, scale * factor) / factor, None
+        micro_batches = batch.split(self._micro_batch)
+        if isinstance(self.module, PipelinedModule):
+            batches = [micro_batch.to(self._device) for micro_batch in micro_batches]
+            scaled, number = self.module.backward(batches, scale * factor)
+            return scaled / factor, number
         total = torch.zeros((), device=self._device)
         counts: Tensor | None = None
-        micro_batches = batch.split(self._micro_batch)
         for index, micro_batch in enumerate(micro_batches, start=1):
             with self._gradient_sync(is_last=index == len(micro_batches)):
                 with self._forward_context():

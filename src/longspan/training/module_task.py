@@ -20,6 +20,7 @@ from longspan.data import Baseline, DatasetLoader, DatasetSource, Failure
 from longspan.data.dataset import Collate, seeded
 from longspan.derived import batch_values
 from longspan.engines import Engine, MakeOptimizer
+from longspan.engines.module_pipeline import Stages
 from longspan.engines.module_spec import Loss, ModuleSpec, Wrap
 from longspan.engines.optimizer import set_learning_rate
 from longspan.engines.protocol import ReadTensor
@@ -64,6 +65,9 @@ class Task:
     of globs over module names, or the least number of parameters; by default the whole model."""
     tensor_plan: Mapping[str, str] | None = None
     """For `layout.tensor`: "column", "row" or "sequence" by a glob over module names."""
+    stages: Stages | None = None
+    """For `layout.pipeline`: the names of the modules of each stage, in the order of the forward
+    pass, which does nothing between them; the loss calls model(x) once, with one tensor."""
     optimizer: MakeOptimizer | None = None
     """Builds an optimizer of the parallelized model; by default AdamW by [train]."""
     schedule: Callable[[int], float] | None = None
@@ -73,9 +77,11 @@ class Task:
 class ModuleTask:
     def __init__(self, run: Run, task: Task) -> None:
         self._run, self._task = run, _with_loader(task, run.train)
-        self.spec = ModuleSpec(task.model, task.loss, task.wrap, task.tensor_plan)
         self.source = DatasetSource(
             self._task.dataset, collate=self._task.collate, shuffle=self._task.shuffle
+        )
+        self.spec = ModuleSpec(
+            task.model, task.loss, task.wrap, task.tensor_plan, task.stages, self._example
         )
         self.make_optimizer = task.optimizer
         if task.optimizer and run.engine.name != "native":
@@ -94,6 +100,13 @@ class ModuleTask:
             "train.seed": run.train.seed,
             DATA: f"{self.source.describe()}; SHA-256 {self.source.fingerprint}",
         }
+
+    def _example(self) -> Any:
+        train = self._run.train
+        batch = self.source.batch(train.seed, range(train.micro_batch))
+        if isinstance(batch, Failure):
+            raise UserError(batch.text)
+        return batch.content
 
     def set_learning_rate(self, optimizer: Optimizer, step: int) -> None:
         train, schedule = self._run.train, self._task.schedule

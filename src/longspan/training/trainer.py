@@ -11,6 +11,7 @@ from torch import nn
 from longspan.config import Run
 from longspan.data.dataset import Collate
 from longspan.engines import MakeOptimizer
+from longspan.engines.module_pipeline import Stages
 from longspan.engines.module_spec import Loss, Wrap
 from longspan.errors import UserError
 from longspan.parallel.mesh import ParallelMesh
@@ -48,6 +49,7 @@ class Trainer:
         workers: int = 0,
         wrap: Wrap = None,
         tensor_plan: Mapping[str, str] | None = None,
+        stages: Stages | None = None,
         optimizer: MakeOptimizer | None = None,
         schedule: Callable[[int], float] | None = None,
     ) -> None:
@@ -61,6 +63,7 @@ class Trainer:
             workers=workers,
             wrap=wrap,
             tensor_plan=tensor_plan,
+            stages=stages,
             optimizer=optimizer,
             schedule=schedule,
         )
