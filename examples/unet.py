@@ -158,9 +158,14 @@ def save_grid(images: Tensor, path: str, rows: int = 4) -> None:
     Path(path).write_bytes(b"\x89PNG\r\n\x1a\n" + header + body)
 
 
-if __name__ == "__main__":
+def draw_samples(run_dir: str, picture: str) -> None:
+    """Write samples of the EMA of a run's weights."""
     model = UNet()
-    weights = longspan.load_weights(sys.argv[1], "optimizer")
+    weights = longspan.load_weights(run_dir, "optimizer")
     model.load_state_dict({name: weights[f"{name}.ema"] for name in model.state_dict()})
     torch.manual_seed(0)
-    save_grid(sample(model, 32), sys.argv[2])
+    save_grid(sample(model, 32), picture)
+
+
+if __name__ == "__main__":
+    draw_samples(*sys.argv[1:])

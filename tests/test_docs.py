@@ -121,16 +121,19 @@ def test_every_example_run_file_is_valid(example: Path) -> None:
     load_run(example)
 
 
-def run_page(rank: int, world: int, code: str) -> str:
-    """Run a page's Python as torchrun does, and return what it prints."""
+def run_page(rank: int, world: int, code: str, folder: str) -> str:
+    """Run a page's Python as torchrun does, in `folder`, and return what it prints."""
     port = [free_port()]
     dist.broadcast_object_list(port)
     places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "MASTER_PORT": port[0]}
     environment = {name: str(value) for name, value in places.items()}
     if "init_process_group" in code:
         dist.destroy_process_group()  # the page makes its own
+    before = Path.cwd()
+    os.chdir(folder)
     with patch.dict(os.environ, environment, MASTER_ADDR="127.0.0.1"):
         names, printed = execute(code)
+    os.chdir(before)
     if "agree" in names:  # CONTRIBUTING's function for several ranks
         printed += f"{names['agree'](rank, world, 10)}\n"  # type: ignore[operator]
     return printed
@@ -162,9 +165,9 @@ def test_the_python_in_a_page_runs_and_prints_what_it_says(
     code = "\n".join(blocks(page, "python"))
     world = int((re.findall(r"nproc-per-node (\d+)", code) or [1])[0])
     if page.name == "CONTRIBUTING.md":
-        assert ranks.run(run_page, 4, code) == ["60\n"] * 4
+        assert ranks.run(run_page, 4, code, str(tmp_path)) == ["60\n"] * 4
         return
-    printed = ranks.run(run_page, world, code)[0] if world > 1 else execute(code)[1]
+    printed = ranks.run(run_page, world, code, str(tmp_path))[0] if world > 1 else execute(code)[1]
     expected = re.findall(r"^print\(.*\)(?:  |\n)# (.*)$", code, re.MULTILINE)
     expected += blocks(page, "text") if page.name == "sketched.md" else []
     for text in expected:
