@@ -14,7 +14,7 @@ import pytest
 import torch
 from examples import unet
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from longspan.config import Run
 from longspan.data import DatasetSource
@@ -326,6 +326,17 @@ def test_a_data_loader_is_taken_as_it_is(tmp_path: Path) -> None:
     assert losses(tmp_path / "loader") == losses(tmp_path / "plain")
 
 
+def test_a_validation_loader_is_read_by_samples(tmp_path: Path) -> None:
+    found = []
+    for name, data in {
+        "plain": Numbers(),
+        "loader": DataLoader(Numbers(), batch_size=3, shuffle=True),  # type: ignore[arg-type]
+    }.items():
+        torch.manual_seed(0)
+        found.append(trainer(tmp_path / name, validation=data).train().validation_loss)
+    assert found[0] == found[1]
+
+
 class Stream:
     def __init__(self, count: int = 6, length: int = 6) -> None:
         self.count, self.length = count, length
@@ -337,14 +348,29 @@ class Stream:
         return (Numbers()[index] for index in range(self.count))
 
 
-def test_an_iterable_keeps_its_order_over_epochs() -> None:
-    source = DatasetSource(Stream())
+class TorchStream(Stream, IterableDataset[Any]):
+    """It inherits torch's __getitem__, which raises."""
+
+
+@pytest.mark.parametrize("kind", [Stream, TorchStream])
+def test_an_iterable_keeps_its_order_over_epochs(kind: type[Stream]) -> None:
+    source = DatasetSource(kind())
 
     def first(index: int) -> float:
         batch = source.batch(0, [index])
         return float(batch.content["x"][0, 0]) * 10  # type: ignore[union-attr]
 
     assert [first(n) for n in (0, 1, 4, 6, 11, 2, 17)] == pytest.approx([0, 1, 4, 0, 5, 2, 5])
+
+
+def test_a_loader_of_an_iterable_is_taken_as_it_is(tmp_path: Path) -> None:
+    for name, data in {
+        "plain": Stream(),
+        "loader": DataLoader(TorchStream(), batch_size=2),
+    }.items():
+        torch.manual_seed(0)
+        trainer(tmp_path / name, dataset=data).train()
+    assert losses(tmp_path / "loader") == losses(tmp_path / "plain")
 
 
 def test_a_users_optimizer_and_schedule(tmp_path: Path) -> None:
@@ -413,6 +439,12 @@ class Broken(Numbers):
         ({"dataset": Stream(3, 6)}, "it ended earlier"),
         ({"dataset": Stream(), "workers": 1}, "needs a map-style dataset"),
         ({"dataset": DataLoader(Numbers(), batch_size=3)}, "train.micro_batch=3"),  # type: ignore[arg-type]
+        ({"dataset": DataLoader(Numbers(), batch_size=None)}, "give batch_size=2"),  # type: ignore[arg-type]
+        (
+            {"dataset": DataLoader(Numbers(), batch_size=2, worker_init_fn=print)},  # type: ignore[arg-type]
+            "do not call: remove it",
+        ),
+        ({"loss": lambda model, batch: (model(batch["x"]).sum(), -2)}, "the count is -2"),
         ({"loss": lambda model, batch: model(batch["x"]).sum()}, r"must return \(sum, count\)"),
         ({"loss": lambda model, batch: (torch.ones(()), 1)}, "does not depend on a parameter"),
         ({"loss": lambda model, batch: (1.0, 1)}, "the sum is a float"),

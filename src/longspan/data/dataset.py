@@ -63,7 +63,7 @@ class DatasetSource:
     ) -> None:
         self.name = type(dataset).__name__
         self.length = _length(dataset)
-        self.is_map = hasattr(dataset, "__getitem__")
+        self.is_map = hasattr(dataset, "__getitem__") and not _is_iterable_dataset(dataset)
         if not self.is_map and not hasattr(dataset, "__iter__"):
             raise UserError(
                 f"the dataset must have __getitem__ or __iter__, but {self.name} has neither"
@@ -163,6 +163,13 @@ def default_collate(samples: list[Any]) -> Any:
     import torch.utils.data
 
     return torch.utils.data.default_collate(samples)
+
+
+def _is_iterable_dataset(dataset: Any) -> bool:
+    """Whether it is torch's IterableDataset, which inherits a __getitem__ that only raises."""
+    from torch.utils.data import IterableDataset
+
+    return isinstance(dataset, IterableDataset)
 
 
 def _length(dataset: Any) -> int:

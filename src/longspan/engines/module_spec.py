@@ -289,6 +289,8 @@ def _checked_loss(found: object) -> tuple[Tensor, Tensor]:
         isinstance(count, Tensor) and count.numel() != 1
     ):
         raise UserError(f"{expected}; the count is {_kind(count)}, not a number")
+    if not isinstance(count, Tensor) and not count >= 0:  # a tensor's value may be on a GPU
+        raise UserError(f"{expected}; the count is {count}, which is not at least 0")
     count = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach().reshape(())
     return loss.reshape(()), count
 

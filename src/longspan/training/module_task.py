@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from longspan.config import Run, Train
 from longspan.data import Baseline, DatasetLoader, DatasetSource, Failure
@@ -137,7 +137,10 @@ class ModuleTask:
         validation = self._task.validation
         source = None
         if validation is not None:
-            source = DatasetSource(validation, collate=self._task.collate, shuffle=False)
+            collate = self._task.collate
+            if isinstance(validation, DataLoader):
+                validation, collate = validation.dataset, collate or validation.collate_fn
+            source = DatasetSource(validation, collate=collate, shuffle=False)
         return ModuleEvaluation(engine, self.spec, source, self._run.train, mesh, device, precision)
 
     def meter(self, device: torch.device, step: int, world: int) -> Meter:
@@ -292,12 +295,23 @@ def _with_loader(task: Task, train: Train) -> Task:
     loader = task.dataset
     if not isinstance(loader, DataLoader):
         return task
+    if loader.batch_size is None:
+        raise UserError(
+            "the DataLoader has a batch_sampler or no batch size, but the run makes the batches "
+            f"itself: remove batch_sampler=, and give batch_size={train.micro_batch}"
+        )
+    if loader.worker_init_fn is not None:
+        raise UserError(
+            "the DataLoader has a worker_init_fn, which the run's workers do not call: remove it, "
+            "and set up the dataset where it first reads a sample"
+        )
     if loader.batch_size != train.micro_batch:
         raise UserError(
             f"the DataLoader has batch_size {loader.batch_size}, but train.micro_batch is "
             f"{train.micro_batch}: set train.micro_batch={loader.batch_size}"
         )
-    if type(loader.sampler) not in (RandomSampler, SequentialSampler):
+    is_iterable = isinstance(loader.dataset, IterableDataset)  # which has a sampler of torch's
+    if not is_iterable and type(loader.sampler) not in (RandomSampler, SequentialSampler):
         raise UserError(
             f"the DataLoader has a {type(loader.sampler).__name__}, but the run orders samples "
             "itself, so that it can resume on any number of ranks: remove sampler="
