@@ -139,7 +139,8 @@ class ModuleTask:
         if validation is not None:
             collate = self._task.collate
             if isinstance(validation, DataLoader):
-                validation, collate = validation.dataset, collate or validation.collate_fn
+                collate = collate or validation.collate_fn
+                validation = validation.dataset
             source = DatasetSource(validation, collate=collate, shuffle=False)
         return ModuleEvaluation(engine, self.spec, source, self._run.train, mesh, device, precision)
 
