@@ -304,6 +304,38 @@ def run_wrong_stages(rank: int, world: int, folder: str, stages: list[list[str]]
     pipelined(Path(folder), {"pipeline": 2}, stages).train()
 
 
+class Dropped(Mlp):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(torch.dropout(x, 0.5, self.training))
+
+
+def mixed(samples: list[dict[str, Any]]) -> dict[str, Any]:
+    batch: dict[str, Any] = torch.utils.data.default_collate(samples)
+    batch["x"] = torch.lerp(batch["x"], batch["x"].flip(0), torch.rand(()))
+    return batch
+
+
+def train_at_random(rank: int, world: int, folder: str) -> None:
+    if world > 1:
+        os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+    torch.manual_seed(0)
+    model = Dropped()
+    torch.manual_seed(rank)  # what the program draws elsewhere has no say
+    run = {
+        "train": {"steps": 3, "global_batch": 8, "micro_batch": 2, "device": "cpu"},
+        "track": {"log_every": 1},
+    }
+    trainer(Path(folder), model=model, collate=mixed, validation=Numbers(), run=run).train()
+
+
+def test_dropout_and_a_random_collate_function_do_not_depend_on_the_layout(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    train_at_random(0, 1, str(tmp_path / "one"))
+    ranks.run(train_at_random, 2, str(tmp_path / "two"))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
 def test_workers_and_random_datasets_give_the_same_samples(tmp_path: Path) -> None:
     class Random(Numbers):
         def __getitem__(self, index: int) -> dict[str, Any]:

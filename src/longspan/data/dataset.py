@@ -29,12 +29,15 @@ class NestedBatch(NamedTuple):
     """What `collate` has made of some samples: tensors in dicts, lists and tuples."""
 
     content: Any
+    seed: int
+    """For the random numbers that a model draws; it depends on the first sample's index alone."""
 
-    def to(self, device: torch.device) -> Any:
-        return _map(lambda x: x.to(device, non_blocking=True), self.content)
+    def to(self, device: torch.device) -> NestedBatch:
+        content = _map(lambda x: x.to(device, non_blocking=True), self.content)
+        return NestedBatch(content, self.seed)
 
     def pin_memory(self) -> NestedBatch:
-        return NestedBatch(_map(lambda x: x.pin_memory(), self.content))
+        return NestedBatch(_map(lambda x: x.pin_memory(), self.content), self.seed)
 
 
 class MicroBatches:
@@ -83,7 +86,9 @@ class DatasetSource:
         """Samples `indices` of the endless order, collated."""
         try:
             samples = [self._sample(seed, index) for index in indices]
-            return NestedBatch(self._collated(samples))
+            of_batch = hash64(seed, 3, indices[0])
+            with seeded(of_batch):  # a collate function may mask or mix samples at random
+                return NestedBatch(self._collated(samples), of_batch)
         except _Unreadable as error:
             return Failure(str(error))
 

@@ -24,6 +24,7 @@ from torch.distributed.tensor.parallel import (
 
 from longspan.checkpoint import Region
 from longspan.config import Layout, Train
+from longspan.data.dataset import NestedBatch
 from longspan.engines.module_pipeline import (
     PipelinedModule,
     Stages,
@@ -165,10 +166,16 @@ class ModuleSpec:
     def initial_weight(self, seed: int, name: str, region: Region) -> Tensor:
         raise AssertionError("a module comes with its weights")
 
-    def loss(self, module: Any, batch: Any) -> tuple[Tensor, Tensor]:
+    def loss(self, module: Any, batch: NestedBatch) -> tuple[Tensor, Tensor]:
         if isinstance(module, PipelinedModule):
             return module.evaluate(batch)
-        return _checked_loss(self._loss(module, batch))
+        # Dropout depends on the samples: other ranks draw other numbers, and every layout with the
+        # same micro-batches the same ones.
+        has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        devices = [torch.cuda.current_device()] if has_cuda else []
+        with torch.random.fork_rng(devices):
+            torch.manual_seed(batch.seed)
+            return _checked_loss(self._loss(module, batch.content))
 
     def _broadcast(self, mesh: ParallelMesh) -> None:
         """Give all ranks the weights and buffers of rank 0, whatever seed each was built with."""

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from longspan.config import Run, Train
 from longspan.data import Baseline, DatasetLoader, DatasetSource, Failure
-from longspan.data.dataset import Collate, seeded
+from longspan.data.dataset import Collate, NestedBatch
 from longspan.derived import batch_values
 from longspan.engines import Engine, MakeOptimizer
 from longspan.engines.module_pipeline import Stages
@@ -101,12 +101,12 @@ class ModuleTask:
             DATA: f"{self.source.describe()}; SHA-256 {self.source.fingerprint}",
         }
 
-    def _example(self) -> Any:
+    def _example(self) -> NestedBatch:
         train = self._run.train
         batch = self.source.batch(train.seed, range(train.micro_batch))
         if isinstance(batch, Failure):
             raise UserError(batch.text)
-        return batch.content
+        return batch
 
     def set_learning_rate(self, optimizer: Optimizer, step: int) -> None:
         train, schedule = self._run.train, self._task.schedule
@@ -229,12 +229,10 @@ class ModuleEvaluation:
                     if any(all_reduce_any(self._mesh, requests.stop)):
                         return None
                     real = [index for index in indices if index >= 0]
-                    # Whatever the model itself draws comes from the samples, too.
-                    with seeded(self._train.seed + (real or [0])[0]):
-                        batch = self._source.batch(self._train.seed, real or [0])
-                        if isinstance(batch, Failure):
-                            raise UserError(batch.text)
-                        loss, count = self._spec.loss(model, batch.to(self._device))
+                    batch = self._source.batch(self._train.seed, real or [0])
+                    if isinstance(batch, Failure):
+                        raise UserError(batch.text)
+                    loss, count = self._spec.loss(model, batch.to(self._device))
                     if real:
                         assert count is not None
                         total += torch.stack([loss.double(), count])
