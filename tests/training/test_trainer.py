@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from longspan.config import Run
-from longspan.data import DatasetSource
+from longspan.data import DatasetSource, Failure
 from longspan.engines.module_spec import find_blocks
 from longspan.errors import Diverged, UserError
 from longspan.parallel.world import World
@@ -183,6 +183,12 @@ class Mlp(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = self.down(torch.relu(self.up(x)))
         return out
+
+
+def with_buffer(values: Tensor) -> Mlp:
+    model = Mlp()
+    model.register_buffer("b", values)
+    return model
 
 
 class Numbers:
@@ -482,7 +488,18 @@ class Broken(Numbers):
         ({"loss": lambda model, batch: (1.0, 1)}, "the sum is a float"),
         ({"loss": lambda model, batch: (model(batch["x"]).sum(), "2")}, "the count is a str"),
         ({"loss": lambda model, batch: (model(batch["x"]), 1)}, r"tensor of shape \(2, 1\)"),
+        ({"loss": lambda model, batch: (model(batch["x"]).sum(), -2)}, "-2, not at least 0"),
+        ({"validation": Numbers(), "loss": lambda m, b: (0 * square(m, b)[0], 0)}, "add up to 0"),
+        ({"optimizer": lambda model: None}, "must be a function of the model"),
+        ({"optimizer": torch.optim.AdamW}, "must be a function of the model"),
+        ({"optimizer": lambda m: torch.optim.LBFGS(m.parameters())}, "several losses in a step"),
+        ({"optimizer": lambda m: torch.optim.SGD(m.up.parameters())}, "2 parameters to train"),
+        ({"optimizer": lambda m: torch.optim.SGD(Mlp().parameters())}, "not the model's"),
+        ({"optimizer": lambda m: torch.optim.Adafactor(m.parameters())}, "keeps row_var of shape"),
+        ({"schedule": lambda step: float("nan")}, r"schedule\(0\) must return .* got nan"),
+        ({"wrap": [Mlp()]}, "got a Mlp"),
         ({"model": nn.Identity()}, "no parameters to train"),
+        ({"model": with_buffer(torch.ones(2, dtype=torch.complex64))}, "b of Mlp is complex"),
         ({"model": Mlp().half()}, r"float32: call \.float\(\)"),
         ({"model": "mlp"}, "must be a torch.nn.Module"),
         ({"wrap": nn.Conv2d}, "finds no block"),
@@ -513,7 +530,7 @@ def test_a_nan_loss_ends_the_run(tmp_path: Path) -> None:
     [
         ("no_such_module:task", "there is no module no_such_module"),
         ("examples.unet:no_such_function", "has no function no_such_function"),
-        ("examples.unet:save_grid", "raised"),
+        ("examples.unet:save_grid", "is called with the run alone"),
         ("examples.unet", 'expected "package.module:function"'),
     ],
 )
@@ -528,3 +545,133 @@ def test_a_dataset_of_another_length_does_not_resume(tmp_path: Path) -> None:
     trainer(tmp_path / "run").train()
     with pytest.raises(UserError, match="12 samples per epoch"):
         trainer(tmp_path / "run", dataset=Numbers(13)).train(resume=True)
+
+
+@pytest.mark.parametrize("name", ["broken_factory", "broken_factory_too"])
+def test_an_error_within_a_factory_keeps_its_traceback(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "def task(run):\n    return 1 + None\n"
+    if name.endswith("too"):  # the name of what is missing is the beginning of the module's own
+        text = "import broken_factory_to\n"
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    expected = ModuleNotFoundError if name.endswith("too") else TypeError
+    with pytest.raises(expected):
+        train(load_run(None, [f"model.factory={name}:task"]), tmp_path / "run")
+
+
+def test_random_iterables_and_collate_functions_depend_on_the_sample_alone() -> None:
+    class Noise(torch.utils.data.IterableDataset[Tensor]):
+        def __len__(self) -> int:
+            return 6
+
+        def __iter__(self) -> Iterator[Tensor]:
+            return (torch.rand(2) for _ in range(6))
+
+    def masked(samples: list[Tensor]) -> Tensor:
+        return torch.stack(samples) * torch.rand(2)
+
+    def read(source: DatasetSource, *indices: int) -> Tensor:
+        batch = source.batch(3, indices)
+        assert not isinstance(batch, Failure)
+        found: Tensor = batch.content
+        return found
+
+    data = DataLoader(Noise(), batch_size=2, collate_fn=masked)
+    task = Task(Mlp(), square, data)
+    run = parse_run(tables(train={"micro_batch": 2}))
+    first, second = ModuleTask(run, task).source, ModuleTask(run, task).source
+    expected = [read(first, 0, 1), read(first, 2, 3), read(first, 6, 7)]
+    torch.rand(5)  # as if the model had drawn something
+    assert torch.equal(read(second, 2, 3), expected[1])
+    assert torch.equal(read(second, 6, 7), expected[2])
+    assert not torch.equal(expected[0], expected[2])
+
+
+def test_a_step_whose_loss_counts_nothing_is_skipped(tmp_path: Path) -> None:
+    model = Mlp()
+    before = [p.clone() for p in model.parameters()]
+    with pytest.raises(Diverged):
+        trainer(tmp_path, model=model, loss=lambda m, b: (square(m, b)[0], 0)).train()
+    assert all(torch.equal(p, was) for p, was in zip(model.parameters(), before, strict=True))
+
+
+class Normed(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.block(x))
+
+
+def test_evaluation_leaves_parts_in_eval_mode_and_others_in_train_mode(tmp_path: Path) -> None:
+    model = Normed().eval()
+    trainer(tmp_path / "whole", model=model, validation=Numbers(2)).train()
+    assert all(module.training for module in model.modules())
+    model = Normed()
+    model.block.eval()
+    trainer(tmp_path / "part", model=model, validation=Numbers(2)).train()
+    assert model.training
+    assert not any(module.training for module in model.block.modules())
+    buffers = load_weights(tmp_path / "part", "buffers")
+    assert buffers["block.0.num_batches_tracked"] == 0
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_recomputation_updates_batch_norms_once(mode: str, tmp_path: Path) -> None:
+    run = {"train": {"steps": 3, "global_batch": 4, "micro_batch": 2, "device": "cpu"}}
+    for name in ("none", mode):
+        torch.manual_seed(0)
+        run["train"] |= {"activation_checkpointing": name}
+        trainer(tmp_path / name, model=Normed(), run=run, wrap=["block"]).train()
+    expected = load_weights(tmp_path / "none", "buffers")
+    assert expected["block.0.num_batches_tracked"] == 6
+    for name, value in load_weights(tmp_path / mode, "buffers").items():
+        torch.testing.assert_close(value, expected[name], msg=name)
+
+
+def test_any_names_and_empty_buffers_are_saved_and_resumed(tmp_path: Path) -> None:
+    def odd() -> nn.Module:
+        model = with_buffer(torch.zeros(0))
+        model.extra = nn.ParameterDict({"a/b c-ü": nn.Parameter(torch.ones(2))})
+        return model
+
+    trainer(tmp_path, model=odd()).train()
+    assert "extra.a/b c-ü" in load_weights(tmp_path)
+    run = {"train": {"steps": 4, "global_batch": 4, "micro_batch": 2, "device": "cpu"}}
+    assert trainer(tmp_path, model=odd(), run=run).train(resume=True).step == 4
+
+
+class Hybrid(torch.optim.SGD):
+    """Keeps other state for matrices than for vectors."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.dim() > 1:
+                self.state[parameter].setdefault("exp_avg", torch.zeros_like(parameter))
+
+
+def test_an_optimizer_is_resumed_by_itself_alone(tmp_path: Path) -> None:
+    def hybrid(model: nn.Module) -> torch.optim.Optimizer:
+        return Hybrid(model.parameters(), lr=1e-3, momentum=0.9)
+
+    run = {"train": {"steps": 4, "global_batch": 4, "micro_batch": 2, "device": "cpu"}}
+    trainer(tmp_path, optimizer=hybrid).train()
+    with pytest.raises(UserError, match=r"optimizer was Hybrid\n.* is  that of \[train\]"):
+        trainer(tmp_path, run=run).train(resume=True)
+    assert trainer(tmp_path, run=run, optimizer=hybrid).train(resume=True).step == 4
+
+
+def test_a_run_of_another_factory_gives_a_trainer_its_settings(tmp_path: Path) -> None:
+    run = load_run(None, ["model.factory=a:b", "train.steps=7"])
+    assert trainer(tmp_path, run=run).run.train.steps == 7
+
+
+def test_blocks_by_size_are_modules_that_are_called() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16)
+    model = nn.Sequential(layer, nn.Linear(8, 8))
+    model.many = nn.ModuleList([nn.Linear(2, 2) for _ in range(20)])
+    assert find_blocks(model, 60) == ["0.self_attn", "0.linear1", "0.linear2", "1"]

@@ -56,7 +56,8 @@ ITEM_SIZES = {
 
 Size = Annotated[int, Field(ge=0, le=1 << 60)]
 Sizes = Annotated[tuple[Size, ...], Field(max_length=12)]
-TensorName = Annotated[str, Field(pattern=r"^[a-z]+/[A-Za-z0-9_.]{1,500}$")]
+TensorName = Annotated[str, Field(pattern=r"^[a-z]+/[^\x00-\x1f\x7f-\x9f]{1,500}$")]
+"""A group, and any name that a parameter may have but for control characters."""
 FileName = Annotated[str, Field(pattern=r"^[a-z]+-[0-9]{5}(-[0-9])?\.safetensors$")]
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 

@@ -104,7 +104,7 @@ class DatasetSource:
     def _sample(self, seed: int, index: int) -> Any:
         epoch, position = divmod(index, self.length)
         if not self.is_map:
-            return self._next(epoch, position)
+            return self._next(seed, epoch, position)
         if self._shuffle:
             position = permute(position, self.length, seed, epoch)
         with seeded(hash64(seed, 2, index)):
@@ -117,15 +117,16 @@ class DatasetSource:
                 text = f"{self.name}[{position}] raised {_text(error)}{note}"
                 raise _Unreadable(text) from error
 
-    def _next(self, epoch: int, position: int) -> Any:
+    def _next(self, seed: int, epoch: int, position: int) -> Any:
         """A sample of an iterable, which is read up to it, from its beginning where it must be."""
-        if self._stream is None or self._stream[0] != epoch or self._stream[1] > position:
-            self._stream = epoch, 0, iter(self._dataset)
-        _, at, stream = self._stream
         try:
-            for _ in range(at, position):
-                next(stream)
-            sample = next(stream)
+            if self._stream is None or self._stream[0] != epoch or self._stream[1] > position:
+                with seeded(hash64(seed, 4, epoch)):
+                    self._stream = epoch, 0, iter(self._dataset)
+            _, at, stream = self._stream
+            for index in range(at, position + 1):
+                with seeded(hash64(seed, 2, epoch * self.length + index)):
+                    sample = next(stream)
         except StopIteration:
             text = f"{self.name} has {self.length:,} samples by its length, but it ended earlier"
             raise _Unreadable(text) from None

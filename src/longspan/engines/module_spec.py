@@ -6,9 +6,10 @@ checkpointed and compiled one by one are its blocks, which a wrap policy finds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from longspan.models import parameter_shapes
 from longspan.parallel.activation_checkpointing import checkpointed
 from longspan.parallel.apply import apply_ddp, fully_shard_blocks, wrap_modules
 from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.parameters import persistent_buffers
 from longspan.parallel.pipeline import ForwardContext
 
 Wrap = type[nn.Module] | Sequence[type[nn.Module]] | Sequence[str] | int | None
@@ -45,6 +47,8 @@ Wrap = type[nn.Module] | Sequence[type[nn.Module]] | Sequence[str] | int | None
 or the smallest ones with at least so many parameters."""
 Loss = Callable[[Any, Any], tuple[Tensor, Tensor | float]]
 
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
+"""Modules without a forward pass."""
 STYLES: dict[str, Callable[[], ParallelStyle]] = {
     "column": ColwiseParallel,
     "row": RowwiseParallel,
@@ -158,7 +162,8 @@ class ModuleSpec:
                 f'train.activation_checkpointing = "{mode}" needs to know the blocks of the model: '
                 "give wrap=, such as the class of its blocks"
             )
-        wrap = partial(checkpointed, mode=mode, is_random=True)
+        # The compiler updates buffers once by itself.
+        wrap = partial(checkpointed, mode=mode, is_random=True, keeps_buffers=not compiles)
         wrap_modules(model, self.blocks, wrap, compiles=compiles)
         if compiles and not self.blocks:
             model.compile()
@@ -203,10 +208,10 @@ def find_blocks(model: nn.Module, wrap: Wrap) -> list[str]:
     """
     if wrap is None:
         return []
-    if isinstance(wrap, int):
+    if isinstance(wrap, int) and not isinstance(wrap, bool):
         found = list(_by_size(model, wrap))
     else:
-        items = [wrap] if isinstance(wrap, str | type) else list(wrap)
+        items = _items(wrap)
         found = [
             name
             for name, module in model.named_modules()
@@ -229,8 +234,21 @@ def find_blocks(model: nn.Module, wrap: Wrap) -> list[str]:
 
 
 def _by_size(model: nn.Module, least: int) -> Iterator[str]:
-    """The modules with at least `least` parameters that contain no other such module."""
-    sizes = {n: sum(p.numel() for p in m.parameters()) for n, m in model.named_modules()}
+    """The modules with at least `least` parameters that contain no other such module.
+
+    Lists of modules are none, as they have no forward pass; and attention is whole, as it uses the
+    weights of its output projection without calling it.
+    """
+    attention = tuple(
+        f"{name}."
+        for name, module in model.named_modules()
+        if isinstance(module, nn.MultiheadAttention)
+    )
+    sizes = {
+        name: sum(p.numel() for p in module.parameters())
+        for name, module in model.named_modules()
+        if not isinstance(module, CONTAINERS) and not name.startswith(attention)
+    }
     large = [name for name, size in sizes.items() if name and size >= least]
     for name in large:
         if not any(other.startswith(f"{name}.") for other in large):
@@ -247,8 +265,21 @@ def _shares_parameters(model: nn.Module, name: str) -> bool:
     return any(id(p) in inside for p in others)
 
 
+def _items(wrap: Any) -> list[Any]:
+    items = [wrap] if isinstance(wrap, str | type) or not isinstance(wrap, Iterable) else list(wrap)
+    for item in items:
+        if not isinstance(item, str) and not (
+            isinstance(item, type) and issubclass(item, nn.Module)
+        ):
+            raise UserError(
+                "wrap= must be a module class or several, a list of globs over module names, or a "
+                f"number of parameters; got {_kind(item)}"
+            )
+    return items
+
+
 def _described(wrap: Wrap) -> str:
-    items = [wrap] if isinstance(wrap, int | type) or wrap is None else list(wrap)
+    items = [wrap] if isinstance(wrap, int) else _items(wrap)
     return ", ".join(item.__name__ if isinstance(item, type) else repr(item) for item in items)
 
 
@@ -267,6 +298,13 @@ def _check_module(model: object) -> None:
         raise UserError(
             f"{low} of {name} is {model.get_parameter(low).dtype}, but parameters are trained in "
             "float32: call .float() on the model, and set train.precision for mixed precision"
+        )
+    if empty := next((n for n, p in model.named_parameters() if not p.numel()), None):
+        raise UserError(f"{empty} of {name} has no elements: remove it")
+    if odd := next((n for n, x in persistent_buffers(model).items() if x.is_complex()), None):
+        raise UserError(
+            f"the buffer {odd} of {name} is complex, which a checkpoint cannot hold: register it "
+            "with persistent=False, or as torch.view_as_real of it"
         )
 
 
@@ -292,12 +330,11 @@ def _checked_loss(found: object) -> tuple[Tensor, Tensor]:
             "the loss does not depend on a parameter that requires a gradient: compute it from "
             "what the model returns, without .detach() or .item()"
         )
-    if not isinstance(count, int | float | Tensor) or (
-        isinstance(count, Tensor) and count.numel() != 1
-    ):
+    if not isinstance(count, Real | Tensor) or (isinstance(count, Tensor) and count.numel() != 1):
         raise UserError(f"{expected}; the count is {_kind(count)}, not a number")
-    if not isinstance(count, Tensor) and not count >= 0:  # a tensor's value may be on a GPU
-        raise UserError(f"{expected}; the count is {count}, which is not at least 0")
+    # On a GPU it stays there, as reading it would wait; the step is skipped then.
+    if not (isinstance(count, Tensor) and count.is_cuda) and not float(count) >= 0:
+        raise UserError(f"{expected}; the count is {float(count):g}, not at least 0")
     count = torch.as_tensor(count, dtype=torch.float64, device=loss.device).detach().reshape(())
     return loss.reshape(()), count
 

@@ -5,16 +5,23 @@ Neither changes a value: recomputation runs the same operators on the same input
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from longspan.torch_internals import ALL_TO_ALL, ATTENTION_FORWARDS, checkpoint_wrapper
+
+Context = AbstractContextManager[object]
 
 SAVED_BY_SELECTIVE = {
     torch.ops.aten.mm.default,
@@ -30,12 +37,19 @@ COMMUNICATION_OPS = {ALL_TO_ALL, torch.ops.longspan.ring_attention.default}
 
 
 def checkpointed(
-    block: nn.Module, mode: str, *, communicates: bool = False, is_random: bool = False
+    block: nn.Module,
+    mode: str,
+    *,
+    communicates: bool = False,
+    is_random: bool = False,
+    keeps_buffers: bool = False,
 ) -> nn.Module:
     """`block`, wrapped for activation checkpointing: mode "none", "selective" or "full".
 
     `communicates`: whether its forward pass runs collectives, whose results are then saved;
-    `is_random`: whether it draws random numbers, as dropout does, which must be drawn again.
+    `is_random`: whether it draws random numbers, as dropout does, which must be drawn again;
+    `keeps_buffers`: whether its forward pass may change buffers, as batch normalisation does, which
+    recomputation must not do a second time.
     """
     if mode == "none":
         return block
@@ -50,7 +64,34 @@ def checkpointed(
     options: dict[str, Any] = {"preserve_rng_state": is_random}
     if saved:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, policy)
+    if keeps_buffers and any(True for _ in block.buffers()):
+        contexts = options.get("context_fn", noop_context_fn)
+        options["context_fn"] = partial(_contexts_that_keep_buffers, block, contexts)
     return checkpoint_wrapper(block, **options)
+
+
+def _contexts_that_keep_buffers(
+    block: nn.Module, contexts: Callable[[], tuple[Context, Context]]
+) -> tuple[Context, Context]:
+    forward, recomputation = contexts()
+    return forward, _kept_buffers(block, recomputation)
+
+
+@contextmanager
+def _kept_buffers(block: nn.Module, context: Context) -> Iterator[None]:
+    """`context`, after which the buffers of `block` are what they were before."""
+    saved = [
+        (module, name, buffer, buffer.clone())
+        for module in block.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+    ]
+    try:
+        with context:
+            yield
+    finally:
+        for module, name, buffer, values in saved:
+            buffer.data.copy_(values)  # .data: for autograd nothing has changed
+            module._buffers[name] = buffer
 
 
 def offload_activations(*, enabled: bool) -> AbstractContextManager[object]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import inspect
+import math
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from longspan.config import Run, Train
@@ -22,7 +24,7 @@ from longspan.derived import batch_values
 from longspan.engines import Engine, MakeOptimizer
 from longspan.engines.module_pipeline import Stages
 from longspan.engines.module_spec import Loss, ModuleSpec, Wrap
-from longspan.engines.optimizer import set_learning_rate
+from longspan.engines.optimizer import optimizer_state, set_learning_rate
 from longspan.engines.protocol import ReadTensor
 from longspan.errors import UserError
 from longspan.faults import fault_point
@@ -34,6 +36,7 @@ from longspan.training.meter import Meter
 from longspan.training.schedule import learning_rate
 from longspan.training.signals import StopRequests
 from longspan.training.state import DATA
+from longspan.wording import counted
 
 OF_TRAINER = "__main__:trainer"
 """The `model.factory` of a run whose model came from a Trainer."""
@@ -83,7 +86,9 @@ class ModuleTask:
         self.spec = ModuleSpec(
             task.model, task.loss, task.wrap, task.tensor_plan, task.stages, self._example
         )
-        self.make_optimizer = task.optimizer
+        if not task.model.training:  # else parts that are in eval mode stay so
+            task.model.train()
+        self.make_optimizer = self._build_optimizer if task.optimizer else None
         if task.optimizer and run.engine.name != "native":
             raise UserError(
                 f'engine.name = "{run.engine.name}" has its own way to step an optimizer: remove '
@@ -98,6 +103,7 @@ class ModuleTask:
             )
         self.resume_key = {
             "train.seed": run.train.seed,
+            "optimizer": "that of [train]",
             DATA: f"{self.source.describe()}; SHA-256 {self.source.fingerprint}",
         }
 
@@ -113,9 +119,47 @@ class ModuleTask:
         if schedule is None and self._task.optimizer is None:
             set_learning_rate(optimizer, learning_rate(train, step))
             return
-        factor = schedule(step) if schedule else learning_rate(train, step) / train.peak_lr
+        factor = learning_rate(train, step) / train.peak_lr
+        if schedule:
+            factor = _factor(schedule, step)
         for group in optimizer.param_groups:
             group["lr"] = factor * group.setdefault("initial_lr", group["lr"])
+
+    def _build_optimizer(self, model: nn.Module) -> Optimizer:
+        """The user's optimizer, if the loop can step it and a checkpoint can hold it."""
+        make: Any = self._task.optimizer
+        is_class = isinstance(make, type) and issubclass(make, Optimizer)
+        optimizer = make(model) if callable(make) and not is_class else make
+        if not isinstance(optimizer, Optimizer) or optimizer is make:
+            raise UserError(
+                "optimizer= must be a function of the model that returns a torch optimizer, such "
+                f"as lambda model: SGD(model.parameters(), lr=0.1); got {_kind(optimizer)}"
+            )
+        name = type(optimizer).__name__
+        if isinstance(optimizer, LBFGS):
+            raise UserError(f"{name} needs several losses in a step: use another optimizer")
+        stepped = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        parameters = dict(model.named_parameters())
+        if stepped - {id(p) for p in parameters.values()}:
+            raise UserError(
+                f"{name} has parameters that are not the model's: build it from the parameters of "
+                "the model that optimizer= is called with, which sharding replaces"
+            )
+        left = [n for n, p in parameters.items() if p.requires_grad and id(p) not in stepped]
+        if left:
+            raise UserError(
+                f"{name} leaves out {counted(len(left), 'parameter')} to train, such as "
+                f"{left[0]}: give it all, or call requires_grad_(False) on those"
+            )
+        self.resume_key["optimizer"] = name
+
+        def check_state(*_: object) -> None:  # now, not when the first checkpoint is due
+            hook.remove()
+            for parameter in parameters.values():
+                list(optimizer_state(optimizer, parameter))
+
+        hook = optimizer.register_step_post_hook(check_state)
+        return optimizer
 
     def initial_weights(self) -> ReadTensor | None:
         return None
@@ -221,6 +265,7 @@ class ModuleEvaluation:
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         model = self._engine.inference_model
         assert isinstance(model, nn.Module)
+        modes = [(module, module.training) for module in model.modules()]
         model.eval()
         try:
             with self._context():
@@ -237,9 +282,15 @@ class ModuleEvaluation:
                         assert count is not None
                         total += torch.stack([loss.double(), count])
         finally:
-            model.train()
+            for module, mode in modes:
+                module.training = mode
         loss_sum, count = all_reduce_loss(self._mesh, total, pipeline=False).tolist()
-        return float(loss_sum / max(count, 1e-300))
+        if not count > 0:
+            raise UserError(
+                f"the counts of the loss function add up to {count:g} over the validation samples: "
+                "give it samples to count, or remove validation="
+            )
+        return float(loss_sum / count)
 
     def report(
         self, loss: float | None, step: int, reporter: Reporter, metrics: MetricsFile
@@ -248,6 +299,23 @@ class ModuleEvaluation:
             return
         metrics.write({"step": step, "validation_loss": loss})
         reporter.print(f"step {step}  validation loss {loss:.4f}")
+
+
+def _factor(schedule: Callable[[int], float], step: int) -> float:
+    found: object = schedule(step)
+    try:
+        factor = float(found)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        factor = math.nan
+    if not 0 <= factor < math.inf:
+        raise UserError(
+            f"schedule({step}) must return a factor of the learning rate, at least 0; got {found!r}"
+        )
+    return factor
+
+
+def _kind(value: object) -> str:
+    return value.__name__ if isinstance(value, type) else f"a {type(value).__name__}"
 
 
 def call_factory(run: Run, folder: Path) -> Task:
@@ -263,7 +331,7 @@ def call_factory(run: Run, folder: Path) -> Task:
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        if error.name is None or not module_name.startswith(error.name):
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
         raise UserError(
             f'model.factory = "{run.model.factory}": there is no module {error.name} in {folder} '
@@ -274,13 +342,14 @@ def call_factory(run: Run, folder: Path) -> Task:
         raise UserError(
             f'model.factory = "{run.model.factory}": {module.__name__} has no function {name}'
         )
-    torch.manual_seed(run.train.seed)
     try:
-        task = factory(run)
-    except UserError:
-        raise
+        inspect.signature(factory).bind(run)
     except TypeError as error:
-        raise UserError(f'model.factory = "{run.model.factory}" raised {error}') from error
+        raise UserError(
+            f'model.factory = "{run.model.factory}" is called with the run alone: {error}'
+        ) from error
+    torch.manual_seed(run.train.seed)
+    task = factory(run)
     if not isinstance(task, Task):
         raise UserError(
             f'model.factory = "{run.model.factory}" must return a longspan.Task, got '

@@ -255,9 +255,9 @@ def _check_groups(saved: Checkpoint) -> None:
 
 
 def _check_own_optimizer(saved: Checkpoint) -> list[tuple[str, str, bool]]:
-    """The same for a user's optimizer or model: the parameters that have state have all of it.
+    """The same for a user's optimizer or model, where parameters that no loss has used have none.
 
-    Parameters that no loss has used yet have none.
+    An optimizer other than AdamW may keep other state for some parameters than for others.
     """
     shapes, found = saved.shapes("model"), saved.shapes("optimizer")
     keys: dict[str, set[str]] = {}
@@ -270,6 +270,8 @@ def _check_own_optimizer(saved: Checkpoint) -> list[tuple[str, str, bool]]:
             )
         keys.setdefault(parameter, set()).add(key)
     expected = set().union(*keys.values())
+    if expected - OPTIMIZER_KEYS:
+        expected = set()
     for parameter, have in keys.items():
         if missing := expected - have:
             raise UserError(
@@ -281,6 +283,7 @@ def _check_own_optimizer(saved: Checkpoint) -> list[tuple[str, str, bool]]:
 def _read_buffers(saved: Checkpoint, buffers: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
     """The model's buffers, each with its values in a checkpoint."""
     found = saved.shapes("buffers")
+    buffers = {name: x for name, x in buffers.items() if x.numel()}  # as `tensor_shards` has them
     if found.keys() != buffers.keys():
         name = min(found.keys() ^ buffers.keys())
         where = "only in the checkpoint" if name in found else "not in the checkpoint"

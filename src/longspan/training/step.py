@@ -55,7 +55,10 @@ def train_step(
     all_reduce_loss(mesh, loss)
     divisor = None
     if count is not None:
-        divisor = all_reduce_loss(mesh, count).clamp(min=1e-30).float() / expected
+        count = all_reduce_loss(mesh, count)
+        # Nothing to count is no loss; but a loss that counts nothing is none to step on.
+        is_sound = (count > 0) | ((count == 0) & (loss == 0))
+        divisor = count.clamp(min=1e-30).where(is_sound, math.nan).float() / expected
         loss /= divisor
     fault_point("gradient norm")
 

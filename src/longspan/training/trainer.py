@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import tomllib
 from torch import nn
 
 from longspan.config import Run
@@ -16,7 +17,7 @@ from longspan.engines.module_spec import Loss, Wrap
 from longspan.errors import UserError
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.world import world_of_environment
-from longspan.runfile import load_run, parse_run
+from longspan.runfile import dump_run, load_run, parse_run
 from longspan.training.loop import Result, train
 from longspan.training.module_task import OF_TRAINER, ModuleTask, Task
 from longspan.training.task import Show
@@ -94,7 +95,7 @@ class Trainer:
 
 def _run_of(run: Run | Mapping[str, Any] | str | Path | None, world: int) -> Run:
     if isinstance(run, Run):
-        tables = run.model_dump(mode="json", exclude_none=True)
+        tables = tomllib.loads(dump_run(run))
         if not run.model.factory:
             tables = {name: tables[name] for name in tables.keys() - {"model", "attention", "data"}}
     elif isinstance(run, str | Path):
@@ -102,4 +103,4 @@ def _run_of(run: Run | Mapping[str, Any] | str | Path | None, world: int) -> Run
     else:
         tables = dict(run or {})
     model = tables.get("model", {})
-    return parse_run({**tables, "model": {"factory": OF_TRAINER, **model}}, "run", world=world)
+    return parse_run({**tables, "model": {**model, "factory": OF_TRAINER}}, "run", world=world)
