@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from examples import unet
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from longspan.cli import main
 from longspan.config import Run
 from longspan.data import DatasetSource, Failure
 from longspan.engines.module_spec import find_blocks
@@ -675,3 +677,18 @@ def test_blocks_by_size_are_modules_that_are_called() -> None:
     model = nn.Sequential(layer, nn.Linear(8, 8))
     model.many = nn.ModuleList([nn.Linear(2, 2) for _ in range(20)])
     assert find_blocks(model, 60) == ["0.self_attn", "0.linear1", "0.linear2", "1"]
+
+
+def test_the_summary_names_the_users_classes(tmp_path: Path) -> None:
+    task = ModuleTask(parse_run(tables()), Task(Mlp(), square, Numbers(), wrap=nn.Linear))
+    for module in task.spec.model.modules():
+        module.__class__ = type(f"FSDP{type(module).__name__}", (type(module),), {})  # as FSDP2
+    mesh: Any = SimpleNamespace(ranks=parse_run(tables()).layout.resolve(1))
+    rows = task.summary(None, mesh, is_new=True)  # type: ignore[arg-type]
+    assert rows["model"].startswith("Mlp, ")
+    assert rows["blocks"] == "2 Linear"
+
+
+def test_plan_refuses_a_factory(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "model.factory=a:b"]) != 0
+    assert "plan needs the decoder" in capsys.readouterr().err

@@ -134,6 +134,11 @@ def plan(args: argparse.Namespace) -> None:
     for_gpus = args.gpus is not None
     builtin = "cpu" if file else "cuda" if for_gpus else _builtin_name()
     given = load_run(file, overrides, builtin=builtin, world=None)
+    if given.model.factory:
+        raise UserError(
+            "plan needs the decoder that a run file describes, but this run has model.factory = "
+            f'"{given.model.factory}": its model is known to train, verify and drill'
+        )
     if for_gpus and given.train.precision == "auto":
         overrides.append("train.precision=bf16")
     gpus = args.gpus if for_gpus else given.layout.min_world_size

@@ -76,14 +76,11 @@ class ModuleSpec:
         _check_module(model)
         self.model, self.shapes = model, parameter_shapes(model)
         self.blocks = find_blocks(model, wrap)
+        classes = {type(model.get_submodule(name)).__name__ for name in self.blocks}
+        self.block_classes = tuple(sorted(classes))  # now, as FSDP gives modules other classes
         self._loss, self._tensor_plan = loss, tensor_plan or {}
         self._stages, self._example = stages, example
         _check_plan(model, self._tensor_plan)
-
-    @property
-    def block_classes(self) -> tuple[str, ...]:
-        classes = {type(self.model.get_submodule(name)).__name__ for name in self.blocks}
-        return tuple(sorted(classes))
 
     def parallelize(
         self, mesh: ParallelMesh, layout: Layout, train: Train, forward_context: ForwardContext

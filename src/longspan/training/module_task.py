@@ -88,6 +88,7 @@ class ModuleTask:
         )
         if not task.model.training:  # else parts that are in eval mode stay so
             task.model.train()
+        self._model_name = type(task.model).__name__  # now, as FSDP gives it another class
         self.make_optimizer = self._build_optimizer if task.optimizer else None
         if task.optimizer and run.engine.name != "native":
             raise UserError(
@@ -204,7 +205,7 @@ class ModuleTask:
         model = self._task.model
         count = sum(torch.Size(shape).numel() for shape in self.spec.shapes.values())
         rows = {
-            "model": f"{type(model).__name__}, {count:,} parameters",
+            "model": f"{self._model_name}, {count:,} parameters",
             "data": self.source.describe(),
             **batch_values(self._run, mesh.ranks),
         }
