@@ -32,7 +32,7 @@ drill: $(VENV)/.development
 
 # Under torchrun: a worker is killed in every start, a node rejoins, the rendezvous host is lost.
 elastic: $(VENV)/.development
-	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/launching
+	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/launching tests/training/test_recovery.py
 
 # Blocks compiled within sequence and tensor parallelism; make test compiles them in one process.
 compile: $(VENV)/.development

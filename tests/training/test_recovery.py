@@ -24,7 +24,7 @@ from longspan.training import train
 from longspan.training.recovery import agree, close_connections
 from longspan.wording import counted
 from tests.harness import Ranks
-from tests.launching.test_local import SMALL, wait_until
+from tests.launching.test_local import SMALL, is_slow, wait_until
 
 SETTINGS = [*SMALL[:-1], "train.global_batch=4", "train.steps=100", "checkpoint.every=6"]
 SETTINGS += ["train.eval_every=9", "train.eval_samples=2", "track.log_every=1", "track.prompt="]
@@ -103,8 +103,12 @@ class FaultyRun:
 
 @pytest.mark.parametrize(
     ("layout", "world", "lost"),
-    [(["layout.replicate=2"], 2, [1, 0]), (["layout.replicate=2", "layout.shard=2"], 4, [3])],
-    ids=["replicate", "replicate-shard"],
+    [
+        pytest.param(["layout.replicate=2"], 2, [1, 0], id="replicate"),
+        pytest.param(
+            ["layout.replicate=2", "layout.shard=2"], 4, [3], marks=is_slow, id="replicate-shard"
+        ),
+    ],
 )
 def test_a_lost_rank_is_replaced_and_the_run_ends_with_the_same_bytes(
     ranks: Ranks, tmp_path: Path, layout: list[str], world: int, lost: list[int]
