@@ -136,6 +136,11 @@ def test_all_problems_are_reported_at_once_with_path_and_fix() -> None:
         (["engine.name=deepspeed", "train.optimizer=adamw8bit"], "train.optimizer", "native"),
         (["engine.name=deepspeed", "train.compile=true"], "train.compile", "ZeRO-3 hooks"),
         (
+            ["engine.name=deepspeed", "train.activation_checkpointing=selective"],
+            "train.activation_checkpointing",
+            'use "full"',
+        ),
+        (
             ["engine.name=deepspeed", "layout.zero=2", "engine.offload_param=cpu"],
             "engine.offload_param",
             '"cpu" needs layout.zero >= 3, but the ZeRO stage is 2',

@@ -386,6 +386,10 @@ def _deepspeed_problems(
     if train.compile is True and stage == 3:
         message = "true is not supported with DeepSpeed's ZeRO-3 hooks inside the blocks: use false"
         yield Problem("train.compile", message)
+    if train.activation_checkpointing == "selective" and stage == 3:
+        # The decoder fails in its backward pass, and gradients of other models were wrong.
+        message = '"selective" is not supported with DeepSpeed and ZeRO-3: use "full" or ZeRO-2'
+        yield Problem("train.activation_checkpointing", message)
     for key, min_stage in (("offload_optimizer", 1), ("offload_param", 3)):
         target = getattr(engine, key)
         needed = 3 if target == "nvme" else min_stage
