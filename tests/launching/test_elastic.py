@@ -205,3 +205,36 @@ def test_a_store_that_is_shared_with_the_agent_gives_a_warning(tmp_path: Path) -
     environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     assert "set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and pass torchrun" in done.stderr
+
+
+MANY = """
+import sys, torch, longspan
+from torch import nn
+
+def loss(model, x):
+    return (model(x)[:, 0] - x.sum(1)).square().sum(), len(x)
+
+data = [torch.full((4,), n / 16) for n in range(16)]
+run = {"train": {"steps": 1, "global_batch": 2, "device": "cpu"}}
+for n in range(6):
+    model = nn.Sequential(nn.Linear(4, 1))
+    longspan.Trainer(model, loss, data, run=run, run_dir=f"{sys.argv[1]}/{n}").train()
+print("all done")
+"""
+
+
+@is_slow
+def test_a_program_under_torchrun_trains_several_models(tmp_path: Path) -> None:
+    """With the addresses of the first ones left in the store, the fifth could not connect."""
+    program = tmp_path / "program.py"
+    program.write_text(MANY)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    found = subprocess.run(
+        [*command, str(program), str(tmp_path)],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert found.stdout.count("all done") == 2, found.stderr[-2000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from longspan.config import Layout
@@ -23,6 +25,7 @@ from longspan.parallel.world import World
 MESH_AXES = ("pipeline", "replicate", "shard", "tensor")
 """From the ranks that communicate least to those that communicate most, which are neighbours."""
 T = TypeVar("T")
+_meshes = itertools.count()
 
 
 class ParallelMesh:
@@ -130,7 +133,17 @@ def open_mesh(
                 backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
             )
         else:
-            dist.init_process_group(backend, timeout=timeout)
+            # Each time under another prefix: the store of torchrun outlives a run, and would give
+            # the next one in this process the addresses of the last.
+            store, rank, size = next(rendezvous("env://", timeout=timeout))
+            prefix = f"longspan-{next(_meshes)}"
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore(prefix, store),  # type: ignore[attr-defined]
+                rank=rank,
+                world_size=size,
+                timeout=timeout,
+            )
     ranks = layout.resolve(world.size)
     device_mesh = init_parameter_mesh(ranks, device)
     sequence_group = None
