@@ -106,6 +106,7 @@ def test_only_settings_that_are_not_in_use_are_suggested() -> None:
     assert sharded[-1].setting == "layout.offload=true"
     deepspeed = {s.setting for s in suggestions(used, run_of(1, "engine.name=deepspeed"), 1)}
     assert not deepspeed & {"train.optimizer=adamw8bit", "layout.offload=true"}
+    assert "train.activation_checkpointing=selective" not in deepspeed
 
 
 def test_torch_s_error_messages_are_understood() -> None:

@@ -50,7 +50,23 @@ class _Called(Exception):
         self.x = x
 
 
-def input_of(loss: CheckedLoss, batch: Any) -> Tensor:
+class StandIn:
+    """What the loss function gets for the model, of which a rank has only some stages."""
+
+    def __init__(self, call: Callable[..., Any], *, training: bool) -> None:
+        self._call, self.training = call, training
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._call(*arguments, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        raise UserError(
+            f"in a pipeline a loss may use model(x) and model.training, but not model.{name}: pass "
+            "what it needs in the batch"
+        )
+
+
+def input_of(loss: CheckedLoss, batch: Any, *, training: bool = True) -> Tensor:
     """What the loss function calls the model with, for a batch."""
 
     def call(*arguments: Any, **options: Any) -> Any:
@@ -59,7 +75,7 @@ def input_of(loss: CheckedLoss, batch: Any) -> Tensor:
         raise _Called(arguments[0])
 
     try:
-        loss(call, batch)
+        loss(StandIn(call, training=training), batch)
     except _Called as called:
         return called.x
     raise UserError("a pipeline needs a loss that calls model(x), but it did not call the model")
@@ -114,7 +130,8 @@ class PipelinedModule(nn.Module):
         self._schedule: Any = kind(given, micro_batches, loss_fn=self._scaled, scale_grads=False)
 
     def _scaled(self, output: Tensor, which: Tensor) -> Tensor:
-        loss, count = self._loss(lambda *_: output, self._batches[int(which)])
+        model = StandIn(lambda *_: output, training=True)
+        loss, count = self._loss(model, self._batches[int(which)])
         self._counts.append(count)
         return loss * self._scale
 
@@ -141,7 +158,7 @@ class PipelinedModule(nn.Module):
     @torch.no_grad()
     def evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
         """The loss and the count of a batch, on every rank; without gradients."""
-        rank, x = self._mesh.get_local_rank(), input_of(self._loss, batch)
+        rank, x = self._mesh.get_local_rank(), input_of(self._loss, batch, training=False)
         for index in self._local:
             if index > 0:
                 like = self._shapes[index]
@@ -153,7 +170,8 @@ class PipelinedModule(nn.Module):
         last = (self._count - 1) % self._ranks
         result = torch.zeros(2, dtype=torch.float64, device=x.device)
         if rank == last:
-            result = torch.stack([y.double() for y in self._loss(lambda *_: x, batch)])
+            model = StandIn(lambda *_: x, training=False)
+            result = torch.stack([y.double() for y in self._loss(model, batch)])
         dist.broadcast(result, self._global_rank(last), self._group)
         return result[0], result[1]
 

@@ -98,7 +98,8 @@ def suggestions(used: dict[str, int], run: Run, world: int) -> list[Suggestion]:
         smaller = halved(train.micro_batch)
         frees = rest * (1 - smaller / train.micro_batch)
         found.append(Suggestion(f"train.micro_batch={smaller}", frees, "smaller matrix products"))
-    if train.activation_checkpointing == "none":
+    is_zero3 = run.engine.name != "native" and layout.zero == 3  # where "selective" is refused
+    if train.activation_checkpointing == "none" and not is_zero3:
         cost = "a few percent of the time"
         found.append(Suggestion(f"{checkpointing}=selective", freed_by("selective"), cost))
     if train.optimizer == "adamw" and is_native:
