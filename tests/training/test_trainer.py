@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from longspan.cli import main
 from longspan.config import Run
 from longspan.data import DatasetSource, Failure
+from longspan.data.dataset import NestedBatch
 from longspan.engines.module_spec import find_blocks
 from longspan.errors import Diverged, UserError
 from longspan.parallel.world import World
@@ -417,6 +418,16 @@ def test_a_loader_of_an_iterable_is_taken_as_it_is(tmp_path: Path) -> None:
         torch.manual_seed(0)
         trainer(tmp_path / name, dataset=data).train()
     assert losses(tmp_path / "loader") == losses(tmp_path / "plain")
+
+
+def test_whatever_can_be_moved_to_a_device_is_moved() -> None:
+    x = torch.ones(2, 3)
+    packed = nn.utils.rnn.pack_padded_sequence(x[..., None], torch.tensor([3, 3]), batch_first=True)
+    batch = {"x": x, "packed": packed, "text": "kept", "pair": (x, [x])}
+    content = NestedBatch(batch, 0).to(torch.device("meta")).content
+    tensors = [content["x"], content["packed"].data, content["pair"][0], content["pair"][1][0]]
+    assert all(y.is_meta for y in tensors)
+    assert content["text"] == "kept"
 
 
 def test_a_users_optimizer_and_schedule(tmp_path: Path) -> None:

@@ -33,11 +33,12 @@ class NestedBatch(NamedTuple):
     """For the random numbers that a model draws; it depends on the first sample's index alone."""
 
     def to(self, device: torch.device) -> NestedBatch:
-        content = _map(lambda x: x.to(device, non_blocking=True), self.content)
+        content = _map(lambda x: x.to(device, non_blocking=True), self.content, "to")
         return NestedBatch(content, self.seed)
 
     def pin_memory(self) -> NestedBatch:
-        return NestedBatch(_map(lambda x: x.pin_memory(), self.content), self.seed)
+        content = _map(lambda x: x.pin_memory(), self.content, "pin_memory")
+        return NestedBatch(content, self.seed)
 
 
 class MicroBatches:
@@ -195,16 +196,16 @@ def _text(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _map(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Apply `function` to the tensors in dicts, lists, tuples and named tuples."""
-    import torch
-
-    if isinstance(value, torch.Tensor):
+def _map(function: Callable[[Any], Any], value: Any, method: str) -> Any:
+    """Apply `function` to what has the method that it calls: tensors in dicts, lists, tuples and
+    named tuples, and batches of other libraries (PackedSequence, BatchEncoding).
+    """  # fmt: skip
+    if hasattr(value, method):
         return function(value)
     if isinstance(value, dict):
-        return {key: _map(function, inner) for key, inner in value.items()}
+        return {key: _map(function, inner, method) for key, inner in value.items()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map(function, inner) for inner in value))
+        return type(value)(*(_map(function, inner, method) for inner in value))
     if isinstance(value, list | tuple):
-        return type(value)(_map(function, inner) for inner in value)
+        return type(value)(_map(function, inner, method) for inner in value)
     return value
