@@ -21,6 +21,7 @@ from longspan.cli import main
 from longspan.config import Run
 from longspan.data import DatasetSource, Failure
 from longspan.data.dataset import NestedBatch
+from longspan.engines.module_pipeline import stage_shapes
 from longspan.engines.module_spec import find_blocks
 from longspan.errors import Diverged, UserError
 from longspan.parallel.world import World
@@ -295,6 +296,31 @@ def test_stages_of_the_users_make_a_pipeline(
     ranks.run(run_stages, world, str(tmp_path), layouts)
     for index in range(len(layouts)):
         assert_same(tmp_path / str(index), tmp_path / "one")
+
+
+def run_bf16_stages(rank: int, world: int, folder: str) -> None:
+    os.environ.update({"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)})
+    in_bf16(pipelined(Path(folder), {"pipeline": 2}, STAGES)).train()
+
+
+def in_bf16(given: Trainer) -> Trainer:
+    train = given.run.train.model_copy(update={"precision": "bf16"})
+    given.run = given.run.model_copy(update={"train": train})
+    return given
+
+
+def test_a_pipeline_in_bf16_agrees_with_one_process(ranks: Ranks, tmp_path: Path) -> None:
+    in_bf16(pipelined(tmp_path / "one", {}, None)).train()
+    ranks.run(run_bf16_stages, 2, str(tmp_path / "two"))
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+
+
+def test_trying_stages_leaves_parts_in_eval_mode() -> None:
+    model = Deep()
+    model.layers[1].eval()
+    stage_shapes(model, STAGES, torch.ones(2, 4))
+    assert model.training
+    assert not model.layers[1].training
 
 
 @pytest.mark.parametrize(

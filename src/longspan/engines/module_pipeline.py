@@ -18,6 +18,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from longspan.errors import UserError
+from longspan.nn import eval_mode
 from longspan.parallel.parameters import persistent_buffers
 from longspan.parallel.pipeline import SCHEDULES, ForwardContext
 
@@ -40,7 +41,8 @@ class Chain(nn.Module):
         with self._context():
             for link in self.links:
                 x = link(x)
-            return x
+        # As without autocast, so that what is between stages does not depend on the precision.
+        return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class _Called(Exception):
@@ -217,16 +219,14 @@ def stage_shapes(model: nn.Module, stages: Stages, x: Tensor) -> list[Tensor]:
 
     Refuses stages that do not compute what the model does, on the input `x`.
     """
-    was_training = model.training
-    model.eval()  # dropout would differ
-    expected, found, shapes = model(x), x, [x.to("meta")]
-    for stage in stages:
-        for name in stage:
-            found = model.get_submodule(name)(found)
-        if not isinstance(found, Tensor):
-            raise UserError(f"a stage must return one tensor, but {stage[-1]} does not")
-        shapes.append(found.to("meta"))
-    model.train(was_training)
+    with eval_mode(model):  # dropout would differ
+        expected, found, shapes = model(x), x, [x.to("meta")]
+        for stage in stages:
+            for name in stage:
+                found = model.get_submodule(name)(found)
+            if not isinstance(found, Tensor):
+                raise UserError(f"a stage must return one tensor, but {stage[-1]} does not")
+            shapes.append(found.to("meta"))
     if expected.shape != found.shape or not torch.allclose(expected, found, equal_nan=True):
         raise UserError(
             f"stages= run one after the other do not compute what {type(model).__name__} does: "

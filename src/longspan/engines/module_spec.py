@@ -87,6 +87,11 @@ class ModuleSpec:
     ) -> nn.Module:
         self._broadcast(mesh)
         device = torch.device(train.device)
+        if mesh.is_fsdp and (scalar := next((n for n, s in self.shapes.items() if not s), None)):
+            raise UserError(
+                f"{scalar} is a scalar, which FSDP cannot shard: give it shape (1,), or set "
+                "layout.zero = 0"
+            )
         if mesh.ranks["pipeline"] > 1:
             return self._pipelined(mesh, layout, train, forward_context)
         if not mesh.is_fsdp:  # FSDP brings one block after the other to the device
@@ -95,11 +100,6 @@ class ModuleSpec:
             self._apply_tensor_parallel(mesh)
         self.wrap_blocks(self.model, train)
         if mesh.is_fsdp:
-            if scalar := next((n for n, shape in self.shapes.items() if not shape), None):
-                raise UserError(
-                    f"{scalar} is a scalar, which FSDP cannot shard: give it shape (1,), or set "
-                    "layout.zero = 0"
-                )
             blocks = [self.model.get_submodule(name) for name in self.blocks]
             fully_shard_blocks(self.model, blocks, mesh, layout)
         return self.model

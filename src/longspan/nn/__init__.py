@@ -2,6 +2,7 @@
 
 from longspan.nn.loss import cross_entropy_sum, logits_of
 from longspan.nn.mlp import MakeLinear, SwiGLU
+from longspan.nn.mode import eval_mode
 from longspan.nn.norm import RMSNorm
 from longspan.nn.rope import apply_rope, rope_table
 
@@ -11,6 +12,7 @@ __all__ = [
     "SwiGLU",
     "apply_rope",
     "cross_entropy_sum",
+    "eval_mode",
     "logits_of",
     "rope_table",
 ]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from longspan.costs import Cost, rank_for
+from longspan.nn.mode import eval_mode
 from longspan.sketching.fitting import fit_low_rank, fit_sketched, random_sketch
 from longspan.sketching.layers import FactoredLinear, LowRankLinear, SKLinear, seed_of
 from longspan.torch_internals import has_forward_hooks
@@ -217,19 +218,16 @@ def input_moments(
         sums[module] = sums.get(module, 0) + x.T @ x
         counts[module] = counts.get(module, 0) + len(x)
 
-    modes = {module: module.training for module in model.modules()}
     hooks = [m.register_forward_pre_hook(add, with_kwargs=True) for m in linears.values()]
     batch_count = 0
     try:
-        model.eval()
-        for batch in batches:
-            model(*batch) if isinstance(batch, tuple) else model(batch)
-            batch_count += 1
+        with eval_mode(model):
+            for batch in batches:
+                model(*batch) if isinstance(batch, tuple) else model(batch)
+                batch_count += 1
     finally:
         for hook in hooks:
             hook.remove()
-        for module, mode in modes.items():
-            module.training = mode
     if batch_count == 0:
         raise ValueError("expected at least one calibration batch, got none")
     return {n: sums[m] / counts[m] for n, m in linears.items() if counts.get(m)}

@@ -28,6 +28,7 @@ from longspan.engines.optimizer import optimizer_state, set_learning_rate
 from longspan.engines.protocol import ReadTensor
 from longspan.errors import UserError
 from longspan.faults import fault_point
+from longspan.nn import eval_mode
 from longspan.parallel.collectives import all_reduce_any, all_reduce_loss
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
@@ -266,25 +267,18 @@ class ModuleEvaluation:
         total = torch.zeros(2, dtype=torch.float64, device=self._device)
         model = self._engine.inference_model
         assert isinstance(model, nn.Module)
-        modes = [(module, module.training) for module in model.modules()]
-        model.eval()
-        try:
-            with self._context():
-                for indices in self._batches:
-                    fault_point("evaluation")
-                    if any(all_reduce_any(self._mesh, requests.stop)):
-                        return None
-                    real = [index for index in indices if index >= 0]
-                    batch = self._source.batch(self._train.seed, real or [0])
-                    if isinstance(batch, Failure):
-                        raise UserError(batch.text)
-                    loss, count = self._spec.loss(model, batch.to(self._device))
-                    if real:
-                        assert count is not None
-                        total += torch.stack([loss.double(), count])
-        finally:
-            for module, mode in modes:
-                module.training = mode
+        with eval_mode(model), self._context():
+            for indices in self._batches:
+                fault_point("evaluation")
+                if any(all_reduce_any(self._mesh, requests.stop)):
+                    return None
+                real = [index for index in indices if index >= 0]
+                batch = self._source.batch(self._train.seed, real or [0])
+                if isinstance(batch, Failure):
+                    raise UserError(batch.text)
+                loss, count = self._spec.loss(model, batch.to(self._device))
+                if real:
+                    total += torch.stack([loss.double(), count])
         loss_sum, count = all_reduce_loss(self._mesh, total, pipeline=False).tolist()
         if not count > 0:
             raise UserError(
