@@ -111,6 +111,21 @@ def test_the_dense_pattern_equals_eager_attention() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_under_autocast_all_is_cast_as_for_torchs_attention() -> None:
+    """The rotary embeddings of some versions of transformers leave q and k in float32."""
+    layer = new_model(attention=KINDS["dilated"]).model.layers[0].self_attn
+    q, k, v = (torch.randn(2, 4, 45, 8) for _ in range(3))
+    mask = torch.zeros(2, 45, 1, 1, dtype=torch.int64)
+    mask[0, :7] = -1  # one row is padded
+    for given in (None, mask):
+        with torch.autocast("cpu", torch.bfloat16):
+            found, _ = longspan.hf.longspan_attention(layer, q, k, v.bfloat16(), given)
+        rounded = (x.bfloat16() for x in (q, k, v))
+        expected, _ = longspan.hf.longspan_attention(layer, *rounded, given)
+        assert found.dtype == torch.bfloat16
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_token_by_token_equals_the_full_forward(kind: str, cache: str) -> None:

@@ -165,13 +165,14 @@ def test_dispatch_modes_and_retained_graphs_are_seen() -> None:
     assert kept == [True, False]
 
 
-def test_recompile_limit_is_set_and_restored() -> None:
+def test_the_recompile_limit_is_raised_and_never_lowered() -> None:
     import torch._dynamo
 
-    before = torch._dynamo.config.recompile_limit
-    with torch_internals.recompile_limit(before + 5):
-        assert torch._dynamo.config.recompile_limit == before + 5
-    assert torch._dynamo.config.recompile_limit == before
+    config = torch._dynamo.config
+    with config.patch(recompile_limit=8, accumulated_recompile_limit=256):
+        torch_internals.raise_recompile_limit(500)
+        torch_internals.raise_recompile_limit(2)
+        assert config.recompile_limit == config.accumulated_recompile_limit == 500
 
 
 def test_private_parts_of_modules() -> None:

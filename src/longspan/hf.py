@@ -164,7 +164,7 @@ def _attend_padded(
     extents = [_extent(row) for row in on_cpu >= 0]
     has_documents = bool((on_cpu > 0).any())
     before = keys - queries
-    out = query.new_zeros(batch, queries, heads, head_dim)
+    out: Tensor | None = None
     for start, stop in sorted(set(extents)):
         first = max(start, before)  # the first query that is not padding
         if first >= stop:
@@ -180,10 +180,12 @@ def _attend_padded(
             scaling,
             ids[rows][:, start:stop] if has_documents else None,
         )
-        if found.shape == out.shape:  # no padding among the queries
+        if len(same) == batch and found.shape[1] == queries:  # no padding among the queries
             return found
+        if out is None:
+            out = found.new_zeros(batch, queries, heads, head_dim)
         out[rows, first - before : stop - before] = found
-    return out
+    return query.new_zeros(batch, queries, heads, head_dim) if out is None else out
 
 
 def _extent(real: Tensor) -> tuple[int, int]:
@@ -210,7 +212,13 @@ def _attend(
     scaling: float | None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of the last positions, heads first; returns tokens first."""
+    """Causal attention of the last positions, heads first; returns tokens first.
+
+    Under autocast all three are cast, as for torch's attention: rotary embeddings leave float32.
+    """
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if query.shape[2] == 1 and documents is None and dropout == 0 and not needs_grad:
         return attend_newest(query.transpose(1, 2), key, value, pattern, scale=scaling)

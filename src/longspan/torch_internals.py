@@ -10,7 +10,6 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +48,7 @@ __all__ = [
     "has_forward_hooks",
     "keeps_graph",
     "local_offset",
-    "recompile_limit",
+    "raise_recompile_limit",
     "sdpa_flash_attention",
     "wait",
 ]
@@ -67,12 +66,16 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
-def recompile_limit(graphs: int) -> AbstractContextManager[None]:
-    """Lets torch.compile build this many graphs per function; the default is 8."""
+def raise_recompile_limit(graphs: int) -> None:
+    """Lets torch.compile build this many graphs per function, if more than before; 8 at first.
+
+    Modules of one class count together: the function is its forward.
+    """
     import torch._dynamo  # loaded only when something is compiled
 
-    patch: AbstractContextManager[None] = torch._dynamo.config.patch(recompile_limit=graphs)
-    return patch
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, graphs)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
 
 
 def end_compile_workers() -> None:

@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo
 from torch import Tensor, nn
 
 from longspan.config import Run
 from longspan.models import build_decoder
+from longspan.parallel import apply
 from longspan.parallel.apply import apply_to_blocks
 from longspan.runfile import load_run
-from longspan.torch_internals import recompile_limit
 from longspan.training import train
 from tests.harness import Ranks
 from tests.steps import run_steps
@@ -121,14 +122,33 @@ def no_generated_code(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_generated_code")
-def test_the_graphs_of_earlier_models_do_not_count() -> None:
-    with recompile_limit(1):
+def test_the_graphs_of_earlier_models_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apply, "GRAPHS_PER_MODULE", 0)
+    with torch._dynamo.config.patch(recompile_limit=1):
         for width in (32, 64):
             run = run_of(f"model.hidden={width}", "train.compile=true")
             model = build_decoder(run, torch.device("cpu"))
             apply_to_blocks(model, run.train)
             tokens = torch.randint(256, (1, 64))
             model(tokens, tokens)
+
+
+class Wider(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width + 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.linear(x)
+        return y
+
+
+@pytest.mark.usefixtures("no_generated_code")
+def test_a_model_of_many_different_blocks_is_compiled_whole() -> None:
+    model = nn.Sequential(*map(Wider, range(3, 15)))
+    names = [name for name, _ in model.named_children()]
+    apply.wrap_modules(model, names, lambda module: module, compiles=True, fullgraph=True)
+    assert model(torch.ones(2, 3)).shape == (2, 15)  # a block that is not compiled raises
 
 
 @pytest.mark.usefixtures("no_generated_code")

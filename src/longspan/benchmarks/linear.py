@@ -36,7 +36,7 @@ from longspan.costs import Cost, rank_for
 from longspan.errors import UserError
 from longspan.progress import measuring
 from longspan.sketching import LowRankLinear, SKLinear
-from longspan.torch_internals import recompile_limit
+from longspan.torch_internals import raise_recompile_limit
 
 DENSE = "nn.Linear"
 CHECKED_ROWS = 256
@@ -155,17 +155,17 @@ def _measure(size: int, setting: Setting) -> list[Row]:
     x, grad = (torch.randn(shape, device=setting.device, dtype=setting.dtype) for _ in range(2))
     x.requires_grad_()
     extras: list[float | None] = [None] * len(candidates)
-    with recompile_limit(MAX_GRAPHS):
-        for each in candidates:
-            _check(each, x)
-        passes = [_passes(each, x, grad) for each in candidates]
-        if setting.device == "cuda":
-            for _, both in passes:
-                both()  # warm up before the peak is measured: it compiles and allocates workspaces
-            musts = [2 * x.nbytes + each.parameter_bytes for each in candidates]
-            extras = [extra_mib(both, must) for (_, both), must in zip(passes, musts, strict=True)]
-            passes = [(captured(forward).replay, captured(both).replay) for forward, both in passes]
-        forwards, boths = (times_of(each, setting.device) for each in zip(*passes, strict=True))
+    raise_recompile_limit(MAX_GRAPHS)
+    for each in candidates:
+        _check(each, x)
+    passes = [_passes(each, x, grad) for each in candidates]
+    if setting.device == "cuda":
+        for _, both in passes:
+            both()  # warm up before the peak is measured: it compiles and allocates workspaces
+        musts = [2 * x.nbytes + each.parameter_bytes for each in candidates]
+        extras = [extra_mib(both, must) for (_, both), must in zip(passes, musts, strict=True)]
+        passes = [(captured(forward).replay, captured(both).replay) for forward, both in passes]
+    forwards, boths = (times_of(each, setting.device) for each in zip(*passes, strict=True))
     rows, dense = [], candidates[0].cost
     for each, (forward_ms, _), (both_ms, spread), extra in zip(
         candidates, forwards, boths, extras, strict=True

@@ -53,7 +53,10 @@ from longspan.parallel.pipeline_schedule import plan_stages
 from longspan.parallel.sequence import apply_sequence_parallel
 from longspan.parallel.tensor import apply_tensor_parallel
 from longspan.sketching import SKLinear
-from longspan.torch_internals import default_process_group
+from longspan.torch_internals import default_process_group, raise_recompile_limit
+
+GRAPHS_PER_MODULE = 8
+"""How often torch.compile may compile each module anew, as by default for a single one."""
 
 
 def parallelize(
@@ -140,10 +143,12 @@ def wrap_modules(
     In this order the compiler sees which activations to save. A block compiled inside the wrapper
     is opaque to it: "selective" would recompute the matrix products too.
     """
+    names = list(names)
     if compiles:
         # Graphs count per function: those of earlier models in this process (an attempt that ran
         # out of memory, a notebook's last run) would soon leave none for this one.
         torch.compiler.reset()
+        raise_recompile_limit(GRAPHS_PER_MODULE * len(names))
     for name in names:
         parent, _, child = name.rpartition(".")
         wrapped = wrap(model.get_submodule(name))
