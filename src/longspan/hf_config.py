@@ -263,8 +263,8 @@ def _head_dim_problems(fields: Mapping[str, Any]) -> Iterator[str]:
     )
     if head_dim is None or not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
         return
-    if head_dim != hidden / heads:
+    if not isinstance(head_dim, int) or head_dim * heads != hidden:
         yield (
             f"head_dim = {shown(head_dim)} is not supported, only hidden_size / "
-            f"num_attention_heads = {hidden / heads:g}: use another model"
+            f"num_attention_heads = {shown(hidden)} / {heads}: use another model"
         )

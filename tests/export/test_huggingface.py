@@ -203,6 +203,7 @@ def test_a_resumed_run_does_not_need_the_folder_of_its_weights(
             {"head_dim": 16},
             "head_dim = 16 is not supported, only hidden_size / num_attention_heads",
         ),
+        ({"head_dim": 16, "hidden_size": 10**400}, "head_dim = 16 is not supported"),
         ({"sliding_window": 4096}, "sliding_window = 4096 is not supported, only null"),
         ({"layer_types": ["sliding_attention"] * 2}, 'not supported, only "full_attention"'),
         ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported, only 1"),
