@@ -52,6 +52,10 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 
+MAX_REPEATED = 1 << 20
+"""Bytes of a value that is repeated; larger files are refused before they are read."""
+
+
 class Stuck(Exception):
     """A case has run for too long."""
 
@@ -81,7 +85,9 @@ def mutated(value: Any, rng: random.Random) -> Any:
     if type(value) is int and rng.random() < 0.5:
         return value + rng.choice([-1, 1, 2, 2**20, -value])
     if rng.random() < 0.05:
-        return json.loads("[" * 200 + "]" * 200) if rng.random() < 0.5 else [value] * 10_000
+        if rng.random() < 0.5:
+            return json.loads("[" * 200 + "]" * 200)
+        return [value] * max(2, min(10_000, MAX_REPEATED // len(json.dumps(value))))
     return rng.choice(VALUES)
 
 
