@@ -25,7 +25,7 @@ MACHINES = [
 
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("longspan.cli.verbs._builtin_name", lambda: "cpu")
+    monkeypatch.setattr("longspan.cli.training.builtin_name", lambda: "cpu")
     monkeypatch.chdir(tmp_path)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import main
-from longspan.cli.verbs import _builtin_name
+from longspan.cli.shared import builtin_name
 from longspan.runfile import load_run
 from longspan.verification import _compare_metric, _compare_weights
 
@@ -73,7 +73,7 @@ def test_invalid_input_is_rejected(
 @pytest.fixture
 def one_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """As far as anyone asks, this machine has one GPU."""
-    for module in ("longspan.cli.verbs", "longspan.verification"):
+    for module in ("longspan.cli.shared", "longspan.verification"):
         monkeypatch.setattr(f"{module}.may_have_gpu", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
 
@@ -92,7 +92,7 @@ def test_a_run_file_for_more_gpus_than_there_are_is_refused_before_it_is_trained
 
 @pytest.mark.usefixtures("one_gpu")
 def test_the_built_in_run_is_on_the_cpu_where_there_are_too_few_gpus() -> None:
-    assert [_builtin_name(processes) for processes in (1, 2)] == ["cuda", "cpu"]
+    assert [builtin_name(processes) for processes in (1, 2)] == ["cuda", "cpu"]
     assert load_run(None, builtin="cpu").train.device == "cpu"
 
 

@@ -32,7 +32,7 @@ def test_the_plain_baseline_gives_the_same_output(device: str) -> None:
 def test_it_prints_a_table_and_writes_the_files(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longspan.cli.verbs._builtin_name", lambda: "cpu")
+    monkeypatch.setattr("longspan.cli.bench.builtin_name", lambda: "cpu")
     sizes = ["--heads", "2", "--head-dim", "16", "--segments", "64", "256", "--rates", "1", "4"]
     files = ["--json", str(tmp_path / "a.json"), "--plot", str(tmp_path / "a.svg")]
     assert main(["bench", "attention", "--lengths", "256", "128", *sizes, *files]) == 0

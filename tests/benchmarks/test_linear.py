@@ -18,7 +18,7 @@ TINY = ["bench", "linear", "--tokens", "32", "--sizes"]
 
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longspan.cli.verbs._builtin_name", lambda: "cpu")
+    monkeypatch.setattr("longspan.cli.bench.builtin_name", lambda: "cpu")
     monkeypatch.setattr("longspan.benchmarks.measure.WARM_UP_S", 0.0)
 
 
@@ -80,7 +80,7 @@ def test_a_wrong_layer_fails_the_check(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.gpu
 def test_on_cuda_it_measures_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longspan.cli.verbs._builtin_name", lambda: "cuda")
+    monkeypatch.setattr("longspan.cli.bench.builtin_name", lambda: "cuda")
     file = tmp_path / "a.json"
     assert main([*TINY, "256", "--fractions", "0.5", "--json", str(file)]) == 0
     rows = json.loads(file.read_text())["rows"]

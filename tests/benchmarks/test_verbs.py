@@ -15,7 +15,7 @@ from longspan.cli import main
 
 @pytest.fixture(autouse=True)
 def _on_cpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("longspan.cli.verbs._builtin_name", lambda: "cpu")
+    monkeypatch.setattr("longspan.cli.bench.builtin_name", lambda: "cpu")
     monkeypatch.chdir(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The command line: `arguments` parses it, `verbs` runs it.
+"""The command line: `arguments` parses it; the other modules hold the commands, by group.
 
 Exit codes: 0 done; 2 the user's input is wrong; 3 stopped on request with a checkpoint saved (0
 under a torchrun with restarts); 1 anything else.
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from longspan.cli.arguments import parse
-from longspan.cli.verbs import DONE, FAILED
+from longspan.cli.shared import DONE, FAILED
 from longspan.errors import Diverged, OutOfMemory, SaveFailed, Stopped, UserError
 from longspan.progress import tolerant_stderr
 

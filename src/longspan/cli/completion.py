@@ -6,11 +6,12 @@ its last word per line. Nothing else is needed: the scripts below are all that a
 
 from __future__ import annotations
 
+import argparse
 import shlex
 from pathlib import Path
 from typing import get_args
 
-from longspan.cli.parser import Parser
+from longspan.cli.parser import Commands, Parser
 
 # A word such as train.optimizer=ad ends at "=" for bash, which then wants only what follows it.
 BASH = r"""
@@ -107,3 +108,30 @@ def _run_files(word: str) -> list[str]:
         return []
     folders = [f"{prefix}{p.name}/" for p in entries if p.is_dir() and p.name[0] != "."]
     return [*(f"{prefix}{p.name}" for p in entries if p.suffix in RUN_FILES), *folders]
+
+
+def add(commands: Commands) -> None:
+    group = "shell"
+    completion = commands.add(
+        "completion",
+        "print a script that completes commands in your shell",
+        "completion bash >> ~/.bashrc",
+        verb=print_script,
+        group=group,
+    )
+    completion.add_argument(
+        "shell", choices=["bash", "zsh", "fish"], help="bash, zsh or fish", metavar="SHELL"
+    )
+    hidden = commands.add("_complete", "complete the last word of a line", group="")
+    hidden.add_argument("line")
+    hidden.set_defaults(verb=print_candidates)
+
+
+def print_script(args: argparse.Namespace) -> None:
+    print(SCRIPTS[args.shell].strip())
+
+
+def print_candidates(args: argparse.Namespace) -> None:
+    from longspan.cli.arguments import build_parser
+
+    print("\n".join(candidates(build_parser(), args.line)))

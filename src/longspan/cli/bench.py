@@ -1,0 +1,248 @@
+"""The benchmarks: each measures on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from longspan.cli.parser import Commands
+from longspan.cli.shared import builtin_name
+from longspan.progress import loading
+
+
+def add(commands: Commands) -> None:
+    bench = commands.add(
+        "bench", "measure speed and memory on this machine", "bench attention", group="measuring"
+    )
+    actions = bench.add_commands()
+
+    attention = actions.add(
+        "attention",
+        "compare dilated with dense and with branch-by-branch attention",
+        "bench attention --lengths 4096 8192 --plot attention.svg",
+        verb=bench_attention,
+    )
+    attention.add_argument(
+        "--heads", type=int, metavar="N", help="number of heads (default: 4, GPU 12)"
+    )
+    attention.add_argument(
+        "--head-dim", type=int, metavar="N", help="features per head (default: 32, GPU 64)"
+    )
+    for name, text in (
+        ("lengths", "sequence lengths in tokens (default: 2048 … 32768, GPU 2048 … 1048576)"),
+        ("segments", "segment lengths of the pattern (default: 256 … 4096, GPU 2048 … 32768)"),
+        ("rates", "dilation rates of the pattern (default: 1 4 16, GPU 1 2 4 8 16)"),
+    ):
+        attention.add_argument(f"--{name}", type=int, nargs="+", metavar="N", help=text)
+    attention.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as SVG")
+
+    checkpoint = actions.add(
+        "checkpoint",
+        "measure how long training waits for a checkpoint",
+        "bench checkpoint --gib 4",
+        verb=bench_checkpoint,
+    )
+    checkpoint.add_argument(
+        "--gib", type=float, default=1.0, metavar="SIZE", help="size of the checkpoint in GiB"
+    )
+    checkpoint.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cpu", help="device of the saved tensors"
+    )
+
+    conversion = actions.add(
+        "conversion",
+        "convert a run by each method of `sketch`, and fine-tune it",
+        "bench conversion runs/first --steps 200",
+        verb=bench_conversion,
+    )
+    conversion.add_argument(
+        "run_dir",
+        type=Path,
+        nargs="?",
+        metavar="RUN_DIR",
+        help="folder of a trained run; without it the built-in run is trained first",
+    )
+    conversion.add_argument(
+        "--steps", type=int, default=200, metavar="N", help="number of fine-tuning steps"
+    )
+    conversion.add_argument(
+        "--keep",
+        type=float,
+        default=0.5,
+        metavar="F",
+        help="fraction of the dense layers' parameters to keep",
+    )
+
+    engines = actions.add(
+        "engines",
+        "compare the engines on one run",
+        "bench engines model.preset=tiny",
+        verb=bench_engines,
+    )
+
+    exchange = actions.add(
+        "exchange",
+        "count the bytes that sequence (context) parallel ranks receive",
+        "bench exchange --ranks 2 4",
+        verb=bench_exchange,
+    )
+    exchange.add_argument(
+        "--ranks",
+        type=int,
+        nargs="+",
+        metavar="N",
+        default=[2, 4, 8, 16],
+        help="numbers of processes to measure",
+    )
+
+    linear = actions.add(
+        "linear",
+        "compare nn.Linear, LowRankLinear and SKLinear",
+        "bench linear --sizes 1024 4096 --fractions 0.5",
+        verb=bench_linear,
+    )
+    linear.add_argument(
+        "--sizes",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="in and out features of the layers (default: 256 … 2048, GPU 1024 … 8192)",
+    )
+    linear.add_argument(
+        "--tokens", type=int, metavar="N", help="number of input rows (default: 512, GPU 8192)"
+    )
+    linear.add_argument(
+        "--fractions",
+        type=float,
+        nargs="+",
+        metavar="F",
+        help="fractions of nn.Linear's parameters (default: 0.5 0.25 0.125)",
+    )
+    linear.add_argument(
+        "--compile",
+        action="store_true",
+        default=None,
+        help="measure SKLinear under torch.compile too (default: on a GPU)",
+    )
+
+    loss = actions.add(
+        "loss",
+        "compare chunked with plain cross-entropy",
+        "bench loss --lengths 4096 --vocab 32000",
+        verb=bench_loss,
+    )
+    loss.add_argument(
+        "--lengths",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="sequence lengths in tokens (default: 1024 … 8192, GPU 8192 … 131072)",
+    )
+    loss.add_argument(
+        "--width", type=int, metavar="N", help="features per token (default: 64, GPU 768)"
+    )
+    loss.add_argument(
+        "--vocab", type=int, metavar="N", help="size of the vocabulary (default: 50304)"
+    )
+
+    memory = actions.add(
+        "memory",
+        "compare planned with measured memory, on one GPU",
+        "bench memory layout.shard=8 --gpus 8",
+        verb=bench_memory,
+    )
+    memory.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="number of GPUs to plan for"
+    )
+
+    for each in (engines, memory):
+        each.add_argument(
+            "items", nargs="*", metavar="section.key=value", help="overrides of the measured run"
+        )
+    for each in bench.commands.values():
+        each.add_argument(
+            "--json",
+            type=Path,
+            metavar="FILE",
+            help="write the figures as JSON; - prints them on stdout instead of the tables",
+        )
+
+
+def _setting(cpu: Any, gpu: Any, given: Mapping[str, Any]) -> Any:
+    """Return a benchmark's setting for this machine, with the values given on the command line."""
+    setting = gpu if builtin_name() == "cuda" else cpu
+    return replace(setting, **{name: x for name, x in given.items() if x is not None})
+
+
+def bench_attention(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.attention import CPU, GPU, bench_attention
+
+    given = {
+        "heads": args.heads,
+        "head_dim": args.head_dim,
+        "lengths": args.lengths and tuple(sorted(args.lengths)),
+        "segment_lengths": args.segments and tuple(args.segments),
+        "dilation_rates": args.rates and tuple(args.rates),
+    }
+    bench_attention(_setting(CPU, GPU, given), args.json, args.plot)
+
+
+def bench_exchange(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.exchange import bench_exchange
+
+    bench_exchange(args.ranks, args.json)
+
+
+def bench_linear(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.linear import CPU, GPU, bench_linear
+
+    given = {
+        "sizes": args.sizes and tuple(sorted(args.sizes)),
+        "tokens": args.tokens,
+        "fractions": args.fractions and tuple(args.fractions),
+        "compiled": args.compile,
+    }
+    bench_linear(_setting(CPU, GPU, given), args.json)
+
+
+def bench_loss(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.loss import CPU, GPU, bench_loss
+
+    lengths = args.lengths and tuple(args.lengths)
+    given = {"lengths": lengths, "width": args.width, "vocab": args.vocab}
+    bench_loss(_setting(CPU, GPU, given), args.json)
+
+
+def bench_conversion(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.conversion import bench_conversion
+
+    bench_conversion(args.run_dir, args.steps, args.keep, builtin_name(), args.json)
+
+
+def bench_checkpoint(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.checkpoint import bench_checkpoint
+
+    bench_checkpoint(args.gib, args.device, args.json)
+
+
+def bench_engines(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.engines import bench_engines
+
+    bench_engines(builtin_name(), args.items, args.json)
+
+
+def bench_memory(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.memory import bench_memory
+
+    bench_memory(args.gpus, args.items, args.json)

@@ -1,0 +1,273 @@
+"""Commands for trained runs: generate, sketch, export, checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from contextlib import nullcontext
+from dataclasses import asdict
+from itertools import chain, islice
+from pathlib import Path
+
+from longspan.cli.parser import Commands
+from longspan.cli.shared import FAILED, JSON, add_run_dir
+from longspan.errors import UserError
+from longspan.progress import loading, waiting
+from longspan.wording import counted
+
+GROUP = "trained runs"
+"""Where `longspan --help` lists them."""
+
+
+def add(commands: Commands) -> None:
+    for each in (_add_generate, _add_sketch, _add_export, _add_checkpoint):
+        each(commands)
+
+
+def _add_generate(commands: Commands) -> None:
+    parser = commands.add(
+        "generate",
+        "generate text with a trained model",
+        "generate runs/first --prompt 'import ' --tokens 100",
+        verb=generate,
+        group=GROUP,
+    )
+    add_run_dir(parser)
+    parser.add_argument(
+        "--prompt", required=True, metavar="TEXT", help="text that the model continues (required)"
+    )
+    parser.add_argument(
+        "--tokens", type=int, default=200, metavar="N", help="maximum number of new tokens"
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="T",
+        help="sampling temperature; 0 is greedy decoding",
+    )
+    parser.add_argument(
+        "--top-p",
+        type=float,
+        default=0.95,
+        metavar="P",
+        help="nucleus sampling: sample from the most likely tokens with this total probability",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for sampling")
+    parser.add_argument("--json", action="store_true", help=JSON)
+
+
+def generate(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.generate import complete_from_run
+
+    text, tokens, times = "", 0, list[float]()  # times: the prompt, then every token
+    pieces = complete_from_run(
+        args.run_dir,
+        args.prompt,
+        count=args.tokens,
+        temperature=args.temperature,
+        top_p=args.top_p,
+        seed=args.seed,
+        key_file=args.key_file,
+    )
+    with waiting(f"loading {args.run_dir}"):
+        first = list(islice(pieces, 1))
+    try:
+        for piece in chain(first, pieces):
+            times.append(time.perf_counter())
+            text, tokens = text + piece.text, piece.tokens
+            if not args.json:
+                print(piece.text, end="", flush=True)
+    finally:  # also after Ctrl-C: what was generated is the result
+        if times:
+            print(json.dumps({"text": text}) if args.json else "", flush=True)
+        if tokens > 1:
+            prompt_s, rest_s = times[1] - times[0], times[tokens] - times[1]
+            rate = f"then {(tokens - 1) / rest_s:,.1f} tok/s"
+            print(f"{tokens} tokens: the first after {prompt_s:.2f} s, {rate}", file=sys.stderr)
+
+
+def _add_sketch(commands: Commands) -> None:
+    parser = commands.add(
+        "sketch",
+        "compress the linear layers of a trained run",
+        "sketch runs/first runs/half --keep 0.5",
+        verb=sketch,
+        group=GROUP,
+    )
+    add_run_dir(parser)
+    parser.add_argument(
+        "out",
+        type=Path,
+        nargs="?",
+        metavar="OUT",
+        help="new folder for the compressed run; without it the loss is only reported",
+    )
+    parser.add_argument(
+        "--keep",
+        type=float,
+        default=0.5,
+        metavar="F",
+        help="fraction of the layers' parameters to keep",
+    )
+    parser.add_argument(
+        "--method",
+        choices=["svd", "least_squares", "sketch"],
+        default="svd",
+        help="low-rank layers by SVD, or sketched layers by least squares or by the raw sketch",
+    )
+    parser.add_argument(
+        "--layers",
+        default="*",
+        metavar="PATTERN",
+        help="glob of layer names to compress, such as blocks.*.mlp.*",
+    )
+    parser.add_argument(
+        "--terms", type=int, default=1, metavar="N", help="number of terms per sketched layer"
+    )
+    parser.add_argument(
+        "--calibrate",
+        type=int,
+        default=0,
+        metavar="N",
+        help="number of training samples to fit the layers to",
+    )
+    parser.add_argument(
+        "--search",
+        action="store_true",
+        help="search for a rank per layer, with --keep of the parameters in total; continues from "
+        "earlier measurements in RUN_DIR/sketch-METHOD",
+    )
+    parser.add_argument(
+        "--swaps",
+        type=int,
+        default=20,
+        metavar="N",
+        help="with --search, number of rank swaps to try at the end of the search",
+    )
+    parser.add_argument("--json", action="store_true", help=JSON)
+
+
+def sketch(args: argparse.Namespace) -> None:
+    from longspan.runfile import check_run_folder
+
+    if not 0 < args.keep <= 1:
+        raise UserError(f"--keep must be greater than 0 and at most 1, got {args.keep}")
+    for name in ("terms", "calibrate", "swaps"):
+        minimum = int(name == "terms")
+        if (value := getattr(args, name)) < minimum:
+            raise UserError(f"--{name} must be at least {minimum}, got {value}")
+    if args.method == "svd" and args.terms > 1:
+        raise UserError("--terms > 1 is not supported with --method svd: use least_squares")
+    if args.method == "sketch" and args.calibrate:
+        raise UserError("--calibrate has no effect with --method sketch: use svd or least_squares")
+    how = {"method": args.method, "layers": args.layers, "terms": args.terms}
+    how["calibrate"] = args.calibrate
+    if args.out is not None:
+        check_run_folder(args.out, resume=False)
+    with loading():
+        from longspan.sketch_run import convert, open_trained, search
+
+    with waiting(f"loading {args.run_dir}"):
+        trained, found = open_trained(args.run_dir, args.key_file), None
+    if args.search:
+        found = search(trained, keep=args.keep, swaps=args.swaps, **how)
+    ranks = found.ranks if found else None
+    with waiting("converting layers and measuring the validation loss"):
+        result = convert(trained, args.out, keep=args.keep, ranks=ranks, **how)
+    if args.json:
+        searched = {"search": found.as_dict()} if found else {}
+        print(json.dumps({**result.as_dict(), **searched}))
+        return
+    print("\n".join(str(part) for part in (found, result) if part))
+
+
+def _add_export(commands: Commands) -> None:
+    parser = commands.add(
+        "export",
+        "export a run's weights to a Hugging Face folder",
+        "export runs/first llama-first",
+        verb=export,
+        group=GROUP,
+    )
+    add_run_dir(parser)
+    parser.add_argument("out", type=Path, metavar="OUT", help="new folder for the exported model")
+    parser.add_argument(
+        "--step", type=int, metavar="N", help="step of the checkpoint to export (default: newest)"
+    )
+    parser.add_argument("--json", action="store_true", help=JSON)
+
+
+def export(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.export.huggingface import export
+
+    with waiting(f"exporting {args.run_dir}"):
+        exported = export(args.run_dir, args.out, step=args.step, key_file=args.key_file)
+    print(json.dumps(asdict(exported)) if args.json else exported)
+
+
+def _add_checkpoint(commands: Commands) -> None:
+    parser = commands.add(
+        "checkpoint",
+        "list, verify or remove the checkpoints of a run",
+        "checkpoint ls runs/first",
+        group=GROUP,
+    )
+    actions = parser.add_commands()
+    for name, text, is_checked in (
+        ("ls", "list checkpoints with their sizes", False),
+        ("verify", "verify every byte; the exit code is 1 if a checkpoint is corrupt", True),
+    ):
+        action = actions.add(name, text, f"checkpoint {name} runs/first", verb=checkpoint_list)
+        action.set_defaults(checked=is_checked)
+        add_run_dir(action)
+        action.add_argument("--json", action="store_true", help=JSON)
+    rm = actions.add(
+        "rm",
+        "remove checkpoints, but never the last intact one",
+        "checkpoint rm runs/first 500",
+        verb=checkpoint_rm,
+    )
+    add_run_dir(rm)
+    rm.add_argument(
+        "steps", type=int, nargs="+", metavar="STEP", help="steps whose checkpoints to remove"
+    )
+
+
+def checkpoint_list(args: argparse.Namespace) -> None:
+    from longspan.checkpoint.listing import inspect_checkpoints
+
+    with waiting(f"verifying {args.run_dir}") if args.checked else nullcontext():
+        key, folder = _signing_key(args), args.run_dir / "checkpoints"
+        found = inspect_checkpoints(folder, verify=args.checked, key=key)
+    if args.json:
+        print(json.dumps([asdict(entry) for entry in found]))
+    for entry in [] if args.json else found:
+        status = entry.problem or ("intact" if args.checked else "")
+        size = f"{entry.bytes / 2**20:,.1f} MiB"
+        print(f"{entry.name:<22}{size:>14}  {counted(entry.ranks, 'rank')}  {status}".rstrip())
+    bad = [e for e in found if e.problem is not None and not e.name.startswith("bad-")]
+    if args.checked and bad:
+        raise SystemExit(FAILED)
+
+
+def checkpoint_rm(args: argparse.Namespace) -> None:
+    from longspan.checkpoint.listing import remove_steps
+
+    with waiting(f"verifying {args.run_dir}"):  # to keep the last intact one
+        remove_steps(args.run_dir / "checkpoints", args.steps, _signing_key(args))
+
+
+def _signing_key(args: argparse.Namespace) -> bytes | None:
+    """The key of --key-file, or else of the run."""
+    from longspan.checkpoint import read_key
+    from longspan.runfile import RUN_FILE, load_run
+
+    path, run_file = args.key_file, args.run_dir / RUN_FILE
+    if not path and run_file.exists():
+        path = load_run(run_file, world=None).checkpoint.key_file
+    return read_key(path)
