@@ -23,7 +23,6 @@ TINY = [
     "train.micro_batch=2",
     "train.global_batch=8",
     "train.warmup_steps=1",
-    "train.eps=1e-6",
     "train.eval_samples=5",
     "train.device=cpu",
     "train.compile=false",
@@ -37,11 +36,14 @@ LAYOUTS = {
     "sketched": DDP,
     "sketched in a pipeline": ["layout.pipeline=2"],
 }
+ADAM = ["train.eps=1e-6"]
+"""With AdamW's usual epsilon the rounding of tiny gradients shows. The U-Net has its own."""
 
 
 def train_example(rank: int, world: int, name: str, folder: str, *overrides: str) -> None:
     """Train a few steps of the run file that `name` begins with."""
-    run = load_run(EXAMPLES / f"{name.split()[0]}.toml", [*TINY, *overrides], world=world)
+    options = [*TINY, *([] if name == "unet" else ADAM), *overrides]
+    run = load_run(EXAMPLES / f"{name.split()[0]}.toml", options, world=world)
     train(run, Path(folder), world=World(rank, world, rank))
 
 

@@ -542,7 +542,18 @@ class Broken(Numbers):
         ({"optimizer": lambda m: torch.optim.SGD(Mlp().parameters())}, "not the model's"),
         ({"optimizer": lambda m: torch.optim.Adafactor(m.parameters())}, "keeps row_var of shape"),
         ({"schedule": lambda step: float("nan")}, r"schedule\(0\) must return .* got nan"),
+        ({"schedule": 3}, "schedule= must be a function of the step .* got 3"),
+        (
+            {"schedule": float, "run": {"train": {"warmup_steps": 3}}},
+            "train.warmup_steps = 3 has no effect with schedule=",
+        ),
+        (
+            {"optimizer": lambda m: None, "run": {"train": {"lr": 0.5}}},
+            "train.lr = 0.5 has no effect with optimizer=",
+        ),
+        ({"dataset": Broken(lambda i: lambda: i), "workers": 1, "collate": list}, "cannot send"),
         ({"wrap": [Mlp()]}, "got a Mlp"),
+        ({"wrap": ["up", "blocks.*"]}, r"wrap='blocks\.\*' finds no block in Mlp"),
         ({"model": nn.Identity()}, "no parameters to train"),
         ({"model": with_buffer(torch.ones(2, dtype=torch.complex64))}, "b of Mlp is complex"),
         ({"model": Mlp().half()}, r"float32: call \.float\(\)"),

@@ -64,6 +64,11 @@ class DatasetLoader(Prefetcher):
                     f"a worker process that reads {self.source.name} was killed, perhaps for lack "
                     "of memory: use fewer workers"
                 ) from error
+            except Exception as error:  # errors of the dataset come as a Failure
+                raise UserError(
+                    f"a worker process cannot send a batch of {self.source.name} to the one that "
+                    f"trains: {error}; return tensors, numbers and text, or use workers=0"
+                ) from error
         else:
             found = [self.source.batch(self._seed, group) for group in groups]
         batches = []

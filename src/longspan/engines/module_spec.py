@@ -208,26 +208,32 @@ def find_blocks(model: nn.Module, wrap: Wrap) -> list[str]:
     if isinstance(wrap, int) and not isinstance(wrap, bool):
         found = list(_by_size(model, wrap))
     else:
-        items = _items(wrap)
-        found = [
-            name
-            for name, module in model.named_modules()
-            if any(
-                isinstance(module, item) if isinstance(item, type) else fnmatchcase(name, item)
-                for item in items
-            )
-        ]
+        matches = {item: set(_matching(model, item)) for item in _items(wrap)}
+        if empty := [item for item, names in matches.items() if not names]:
+            raise _no_block(model, empty[0])
+        matched = set().union(*matches.values())
+        found = [name for name, _ in model.named_modules() if name in matched]
     found = [name for name in found if name and not _shares_parameters(model, name)]
     outermost: list[str] = []
     for name in found:  # a module comes before those inside it
         if not any(name.startswith(f"{other}.") for other in outermost):
             outermost.append(name)
     if not outermost:
-        raise UserError(
-            f"wrap={_described(wrap)} finds no block in {type(model).__name__}; its modules are "
-            + ", ".join(f"{name} ({type(m).__name__})" for name, m in model.named_children())
-        )
+        raise _no_block(model, wrap)
     return outermost
+
+
+def _matching(model: nn.Module, item: type[nn.Module] | str) -> Iterator[str]:
+    for name, module in model.named_modules():
+        if isinstance(module, item) if isinstance(item, type) else fnmatchcase(name, item):
+            yield name
+
+
+def _no_block(model: nn.Module, wrap: Wrap) -> UserError:
+    return UserError(
+        f"wrap={_described(wrap)} finds no block in {type(model).__name__}; its modules are "
+        + ", ".join(f"{name} ({type(m).__name__})" for name, m in model.named_children())
+    )
 
 
 def _by_size(model: nn.Module, least: int) -> Iterator[str]:

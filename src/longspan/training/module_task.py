@@ -41,6 +41,9 @@ from longspan.wording import counted
 
 OF_TRAINER = "__main__:trainer"
 """The `model.factory` of a run whose model came from a Trainer."""
+OF_OUR_OPTIMIZER = ("lr", "lr_scaling", "optimizer", "weight_decay", "beta1", "beta2", "eps")
+OF_OUR_SCHEDULE = ("schedule", "warmup_steps", "decay_steps", "min_lr_ratio")
+"""Keys of [train] that a user's optimizer or schedule replaces."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 
@@ -96,6 +99,7 @@ class ModuleTask:
                 f'engine.name = "{run.engine.name}" has its own way to step an optimizer: remove '
                 'optimizer=, or set engine.name = "native"'
             )
+        _check_schedule(task, run.train)
         if (workers := self._task.workers) < 0:
             raise UserError(f"workers must be at least 0, got {workers}")
         if workers and not self.source.is_map:
@@ -294,6 +298,24 @@ class ModuleEvaluation:
             return
         metrics.write({"step": step, "validation_loss": loss})
         reporter.print(f"step {step}  validation loss {loss:.4f}")
+
+
+def _check_schedule(task: Task, train: Train) -> None:
+    """Check what says how parameters are updated: [train], or the user's optimizer and schedule."""
+    if task.schedule is not None and not callable(task.schedule):
+        raise UserError(
+            "schedule= must be a function of the step that returns a factor of the learning rate, "
+            f"such as lambda step: 0.99**step; got {task.schedule!r}"
+        )
+    replaced = []
+    if task.optimizer is not None:
+        replaced += [("optimizer=", name) for name in OF_OUR_OPTIMIZER]
+    if task.schedule is not None:
+        replaced += [("schedule=", name) for name in OF_OUR_SCHEDULE]
+    defaults = Train(steps=train.steps)
+    for argument, name in replaced:
+        if (value := getattr(train, name)) != getattr(defaults, name):
+            raise UserError(f"train.{name} = {value} has no effect with {argument}: remove it")
 
 
 def _factor(schedule: Callable[[int], float], step: int) -> float:
