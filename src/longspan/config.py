@@ -390,11 +390,21 @@ class Checkpoint(Section):
     those that are not signed with it are refused."""
 
 
+Sink = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+
+
 class Track(Section):
     log_every: Positive = 10
     """Steps between lines of metrics (loss, gradient norm, tokens per second, MFU, memory)."""
     prompt: str = "def "
     """Prompt for the sample generated at the end of a run; empty generates none."""
+    sinks: Annotated[tuple[Sink, ...], Field(strict=False)] = ()
+    """Where metrics go besides the console and metrics.jsonl: "tensorboard", "wandb", "mlflow" and
+    "trackio", each of which must be installed."""
+    project: Annotated[str, Field(min_length=1, max_length=128)] = "longspan"
+    """Project of the run in wandb and trackio; its experiment in MLflow."""
+    run_name: str = ""
+    """Name of the run in wandb, trackio and MLflow; empty uses the name of the run folder."""
 
 
 class Run(Section):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import tomli_w
 from pydantic import ValidationError
@@ -49,6 +49,7 @@ DRAFT = r"\.step-[0-9]+\.(tmp|removed)"
 
 OURS = {RUN_FILE, CHECKPOINTS, LOCK, "env.json", "tokenizer.json", "tokenizer_config.json"}
 OURS |= {"metrics.jsonl", "history.jsonl", "heartbeats", "logs", "micro_batch", "STOP", "SAVE"}
+OURS |= {"sinks.json", "tensorboard", "wandb", "mlruns"}
 """All that a run has in its folder."""
 
 SECTIONS: dict[str, type[Section]] = {
@@ -435,7 +436,10 @@ def _explain(
         return Problem(path, f"unknown key{hint}")
     expected, hint = _expected(detail), ""
     if detail["type"] == "literal_error":
-        choices = get_args(fields[loc[0]].annotation)
+        annotation = fields[loc[0]].annotation
+        if get_origin(annotation) is tuple:  # of any number of choices
+            annotation = get_args(annotation)[0]
+        choices = get_args(annotation)
         *others, last = map(toml_value, choices)
         expected = f"expected {', '.join(others)} or {last}"
         words = [choice for choice in choices if isinstance(choice, str)]

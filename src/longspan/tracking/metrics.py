@@ -10,16 +10,17 @@ from typing import Any
 from longspan.errors import UserError
 from longspan.files import atomic_write_text, read_json_lines
 from longspan.tracking.lines import LineFile
+from longspan.tracking.sinks import Sinks
 
 
 class MetricsFile:
-    """Appends to a metrics file; does nothing if `path` is None.
+    """Appends to a metrics file, then passes lines to `sinks`; does nothing if `path` is None.
 
     Opening it drops lines after `step`: a resumed run repeats that work.
     """
 
-    def __init__(self, path: Path | None, *, step: int) -> None:
-        self._file = None
+    def __init__(self, path: Path | None, *, step: int, sinks: Sinks | None = None) -> None:
+        self._file, self._sinks = None, sinks
         if path is not None:
             kept = [_encode(line) for line in read_metrics(path) if line["step"] <= step]
             try:
@@ -31,6 +32,8 @@ class MetricsFile:
     def write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
             self._file.append(_encode(line))
+            if self._sinks is not None:
+                self._sinks.write(line)
 
     def __enter__(self) -> MetricsFile:
         return self

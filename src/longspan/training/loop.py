@@ -31,8 +31,10 @@ from longspan.tracking import (
     History,
     MetricsFile,
     Reporter,
+    check_installed,
     exit_reason,
     goodput,
+    open_sinks,
     read_metrics,
 )
 from longspan.training.folder import open_run_folder
@@ -87,6 +89,7 @@ def train(
     open_task = open_task or task_of_run
     if not world.is_main:
         return _train_until_it_fits(run, run_dir, world, open_task, resume=resume)
+    check_installed(run.track.sinks)
     check_run_folder(run_dir, resume=resume)
     with owned(run_dir):
         check_run_folder(run_dir, resume=resume)  # it may have been another's until now
@@ -197,7 +200,17 @@ def _train(
         History(run_dir / HISTORY if is_main else None) as history,
         StopRequests(run_dir if is_main else None) as requests,
         Watchdog(run_dir, mesh.world, settings, state.step) as watchdog,
-        MetricsFile(run_dir / "metrics.jsonl" if is_main else None, step=reported) as metrics,
+        open_sinks(
+            run.track.sinks if is_main else (),
+            run_dir,
+            project=run.track.project,
+            name=run.track.run_name,
+            config=given.model_dump(mode="json", exclude_none=True),
+            step=reported,
+        ) as sinks,
+        MetricsFile(
+            run_dir / "metrics.jsonl" if is_main else None, step=reported, sinks=sinks
+        ) as metrics,
         Reporter(steps=settings.steps, done=state.step, silent=not is_main) as reporter,
         task.open_data(mesh, device) as data,
         Saver(checkpoints, run.checkpoint, mesh, reporter.print) as saver,
