@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from longspan.cli import main
 from longspan.cli.arguments import parse
-from longspan.config import Section, Sketch
+from longspan.config import Profile, Section, Sketch
 from longspan.runfile import SECTIONS, load_run
 from longspan.wording import toml_value
 from tests.harness import Ranks
@@ -39,7 +39,7 @@ def reference(name: str, section: type[Section]) -> str:
     return "\n".join(rows)
 
 
-TABLES: dict[str, type[Section]] = {**SECTIONS, "model.sketch": Sketch}
+TABLES: dict[str, type[Section]] = {**SECTIONS, "model.sketch": Sketch, "track.profile": Profile}
 
 
 @pytest.mark.parametrize("name", TABLES)

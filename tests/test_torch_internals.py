@@ -218,3 +218,11 @@ def test_fake_process_group_needs_no_other_process() -> None:
         assert torch_internals.local_offset(placed) == (6, 0)
     finally:
         dist.destroy_process_group()
+
+
+def test_memory_snapshots_take_the_arguments_that_are_passed() -> None:
+    """Without CUDA this is all that can be checked; a GPU test opens real snapshots."""
+    memory: Any = torch.cuda.memory
+    new = inspect.signature(memory._record_memory_history).parameters
+    assert {"enabled", "stacks", "max_entries"} <= new.keys()
+    assert next(iter(inspect.signature(memory._dump_snapshot).parameters)) == "filename"

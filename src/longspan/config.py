@@ -297,7 +297,7 @@ class Train(Section):
     start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """The same for the start, up to the end of the first step: restoring, compiling."""
     save_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
-    """The same while training waits for a checkpoint to be written."""
+    """The same while training waits for a checkpoint or a profile to be written."""
     eval_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """The same for each batch of an evaluation."""
     halve_on_oom: bool = False
@@ -393,6 +393,23 @@ class Checkpoint(Section):
 Sink = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 
 
+class Profile(Section):
+    wait: NonNegative = 5
+    """Steps after the start of the run, and between two cycles, that are not profiled."""
+    warmup: NonNegative = 1
+    """Steps before the profiled ones in which the profiler runs without a trace, since its start
+    takes time."""
+    active: NonNegative = 0
+    """Number of steps to profile in a cycle; 0 turns profiling off."""
+    repeat: Positive = 1
+    """Number of cycles of `wait`, `warmup` and `active` steps."""
+
+    @property
+    def steps(self) -> int:
+        """The steps that all cycles take."""
+        return (self.wait + self.warmup + self.active) * self.repeat if self.active else 0
+
+
 class Track(Section):
     log_every: Positive = 10
     """Steps between lines of metrics (loss, gradient norm, tokens per second, MFU, memory)."""
@@ -405,6 +422,11 @@ class Track(Section):
     """Project of the run in wandb and trackio; its experiment in MLflow."""
     run_name: str = ""
     """Name of the run in wandb, trackio and MLflow; empty uses the name of the run folder."""
+    profile: Profile = Profile()
+    """Which steps the profiler records, in the table [track.profile]."""
+    memory_snapshot: bool = False
+    """Records CUDA allocations. Snapshots for torch's memory viewer are written after
+    the profiled steps, or at the end of a run without them, and when a step runs out of memory."""
 
 
 class Run(Section):

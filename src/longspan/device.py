@@ -42,6 +42,10 @@ def resolve(run: Run, device: torch.device) -> Run:
         precision = "bf16" if has_bf16 else "fp32"
     if precision == "fp16" and device.type == "cpu":
         raise UserError('train.precision = "fp16" needs a GPU, but the device is a CPU: set "fp32"')
+    if run.track.memory_snapshot and device.type != "cuda":
+        raise UserError(
+            "track.memory_snapshot = true needs a CUDA GPU, but the device is a CPU: set false"
+        )
     if device.type == "cuda" and run.model.head_dim % 8:
         raise UserError(
             "model.hidden / model.heads must be a multiple of 8 on a GPU, but it is "

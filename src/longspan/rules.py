@@ -21,8 +21,10 @@ from longspan.config import (
     Engine,
     Layout,
     Model,
+    Profile,
     Section,
     Sketch,
+    Track,
     Train,
 )
 from longspan.costs import linear_sizes
@@ -400,7 +402,25 @@ def _deepspeed_problems(
         yield Problem("engine.nvme_path", 'is required by "nvme": set a folder on a fast disk')
 
 
-RULES: tuple[Callable[..., Problems], ...] = (_train_rules, _layout_rules, _engine_rules)
+def _track_rules(train: Train, track: Track) -> Problems:
+    profile = track.profile
+    if not profile.active and profile != Profile():
+        message = "0 profiles no step, so that the other keys of the table have no effect"
+        yield Problem("track.profile.active", f"{message}: set it to 3, or remove them")
+    if profile.steps > train.steps:
+        yield Problem(
+            "track.profile",
+            f"takes {profile.steps:,} steps, (wait + warmup + active) × repeat, but the run has "
+            f"train.steps = {train.steps:,}: lower one of them",
+        )
+
+
+RULES: tuple[Callable[..., Problems], ...] = (
+    _train_rules,
+    _layout_rules,
+    _engine_rules,
+    _track_rules,
+)
 DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     _model_rules,
     _sketch_rules,

@@ -10,6 +10,7 @@ import json
 import logging
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,8 +50,10 @@ __all__ = [
     "keeps_graph",
     "local_offset",
     "raise_recompile_limit",
+    "record_memory_history",
     "sdpa_flash_attention",
     "wait",
+    "write_memory_snapshot",
 ]
 
 # Dispatch modes, autograd and the compiler
@@ -160,6 +163,27 @@ def local_offset(x: DTensor) -> tuple[int, ...]:
 
     _, offset = compute_local_shape_and_global_offset(x.shape, x.device_mesh, x.placements)
     return tuple(offset)
+
+
+# Memory snapshots
+
+MEMORY_EVENTS = 100_000
+"""How many of the latest allocations and frees a snapshot holds; each takes about a kilobyte."""
+
+
+def record_memory_history(*, enabled: bool) -> None:
+    """Start or end the recording of CUDA allocations with their Python stacks."""
+    memory: Any = torch.cuda.memory
+    if enabled:
+        memory._record_memory_history(stacks="python", max_entries=MEMORY_EVENTS)
+    else:
+        memory._record_memory_history(enabled=None)
+
+
+def write_memory_snapshot(path: Path) -> None:
+    """Write what was recorded as a pickle, which torch.cuda._memory_viz and its page read."""
+    memory: Any = torch.cuda.memory
+    memory._dump_snapshot(str(path))
 
 
 # Activation checkpointing: `checkpoint_wrapper` is imported above, and CHECKPOINT_PREFIX, which it

@@ -37,6 +37,7 @@ from longspan.tracking import (
     open_sinks,
     read_metrics,
 )
+from longspan.tracking.profiling import Profiler
 from longspan.training.folder import open_run_folder
 from longspan.training.guard import Guard
 from longspan.training.out_of_memory import explain, halve_micro_batch, is_out_of_memory, with_hint
@@ -212,6 +213,14 @@ def _train(
             run_dir / "metrics.jsonl" if is_main else None, step=reported, sinks=sinks
         ) as metrics,
         Reporter(steps=settings.steps, done=state.step, silent=not is_main) as reporter,
+        Profiler(
+            run_dir,
+            run.track,
+            device,
+            rank=mesh.world.rank,
+            world=mesh.world.size,
+            show=reporter.print,
+        ) as profiler,
         task.open_data(mesh, device) as data,
         Saver(checkpoints, run.checkpoint, mesh, reporter.print) as saver,
         recovery.watch(state, meter),
@@ -273,6 +282,7 @@ def _train(
                     history.write("save", state.step, blocked_s=saver.blocked_s - blocked)
                 if not ended and _is_due(state.step, settings.eval_every):
                     evaluation.report(evaluation.loss(requests), state.step, reporter, metrics)
+                profiler.step(state.step)
             state.reported = state.step
 
         saver.finish_all(state)

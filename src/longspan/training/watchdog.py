@@ -31,6 +31,7 @@ HEARTBEATS = "heartbeats"
 UNWATCHED = ("writing", "commit", "pruning")
 """Points that threads reach, or rank 0 alone: they do not tell who is behind."""
 LIMITS = {"staging": "save_timeout_s", "saving": "save_timeout_s", "evaluation": "eval_timeout_s"}
+LIMITS |= {"profiling": "save_timeout_s"}
 """Keys of [train] by the point after which they apply; after others it is hang_timeout_s."""
 START = "start_timeout_s"
 """The key that applies until the first step is done."""
