@@ -422,6 +422,8 @@ class Track(Section):
     """Project of the run in wandb and trackio; its experiment in MLflow."""
     run_name: str = ""
     """Name of the run in wandb, trackio and MLflow; empty uses the name of the run folder."""
+    per_layer_norms: bool = False
+    """Log the norms of the gradients and of the parameters of each layer, too."""
     profile: Profile = Profile()
     """Which steps the profiler records, in the table [track.profile]."""
     memory_snapshot: bool = False

@@ -71,3 +71,13 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def memory_in_use(device: torch.device) -> dict[str, int]:
+    """Bytes that the CUDA allocator has given to tensors, and that it holds; empty on CPU."""
+    if device.type != "cuda":
+        return {}
+    return {
+        "memory_allocated_bytes": torch.cuda.memory_allocated(device),
+        "memory_reserved_bytes": torch.cuda.memory_reserved(device),
+    }

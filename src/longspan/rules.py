@@ -402,7 +402,7 @@ def _deepspeed_problems(
         yield Problem("engine.nvme_path", 'is required by "nvme": set a folder on a fast disk')
 
 
-def _track_rules(train: Train, track: Track) -> Problems:
+def _track_rules(train: Train, track: Track, engine: Engine) -> Problems:
     profile = track.profile
     if not profile.active and profile != Profile():
         message = "0 profiles no step, so that the other keys of the table have no effect"
@@ -412,6 +412,13 @@ def _track_rules(train: Train, track: Track) -> Problems:
             "track.profile",
             f"takes {profile.steps:,} steps, (wait + warmup + active) × repeat, but the run has "
             f"train.steps = {train.steps:,}: lower one of them",
+        )
+    by_accelerate = engine.name == "accelerate" and engine.mode == "deepspeed"
+    if track.per_layer_norms and (engine.name == "deepspeed" or by_accelerate):
+        yield Problem(
+            "track.per_layer_norms",
+            "true is not supported with DeepSpeed, which keeps gradients in partitions of its own: "
+            'use false, or engine.name = "native"',
         )
 
 

@@ -23,10 +23,12 @@ def test_resuming_drops_later_and_malformed_lines(tmp_path: Path) -> None:
 
 def test_non_finite_values_become_null(tmp_path: Path) -> None:
     with MetricsFile(tmp_path / "metrics.jsonl", step=0) as metrics:
-        metrics.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf")})
+        nan = float("nan")
+        metrics.write({"step": 1, "loss": nan, "grad_norm": float("inf"), "norms": {"a": nan}})
     text = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(text, parse_constant=lambda _: 1 / 0) == {
         "step": 1,
         "loss": None,
         "grad_norm": None,
+        "norms": {"a": None},
     }

@@ -48,8 +48,8 @@ class DatasetLoader(Prefetcher):
             arguments = source, seed, os.getpid()
             self._workers = ProcessPoolExecutor(workers, context, _start_worker, arguments)
 
-    def read(self, indices: Sequence[int], following: Sequence[int]) -> StepData:
-        return super().read(indices, following) if self._workers else self._read(indices)
+    def _await(self, indices: Sequence[int], following: Sequence[int]) -> StepData:
+        return super()._await(indices, following) if self._workers else self._read(indices)
 
     def _read(self, indices: Sequence[int]) -> StepData:
         local, size = self._local_samples(indices), self._micro_batch

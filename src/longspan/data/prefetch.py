@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -41,9 +42,17 @@ class Prefetcher:
         self._seed, self._local_samples, self._device = seed, local_samples, device
         self._thread = ThreadPoolExecutor(1, "longspan-data")
         self._next: tuple[Sequence[int], Future[StepData]] | None = None
+        self.waited_s = 0.0
+        """How long training has waited for samples."""
 
     def read(self, indices: Sequence[int], following: Sequence[int]) -> StepData:
         """Return samples `indices`, and begin to read `following`; raises what reading raises."""
+        start = time.perf_counter()
+        found = self._await(indices, following)
+        self.waited_s += time.perf_counter() - start
+        return found
+
+    def _await(self, indices: Sequence[int], following: Sequence[int]) -> StepData:
         expected, future = self._next or (None, None)
         if future is None or expected != indices:
             future = self._thread.submit(self._read, indices)

@@ -26,6 +26,16 @@ def all_reduce_any(mesh: ParallelMesh, *flags: bool) -> list[bool]:
     return [bool(x) for x in all_reduce_max(mesh, *map(int, flags))]
 
 
+def all_gather_floats(mesh: ParallelMesh, *values: float) -> list[list[float]]:
+    """The values of every rank, in order of rank."""
+    local = torch.tensor(values, dtype=torch.float64)
+    if mesh.device_mesh is None:
+        return [local.tolist()]
+    ranks = [torch.empty_like(local) for _ in range(mesh.world.size)]
+    dist.all_gather(ranks, local)
+    return [rank.tolist() for rank in ranks]
+
+
 def all_reduce_loss(mesh: ParallelMesh, x: Tensor, *, pipeline: bool = True) -> Tensor:
     """The sum of `x`, in place, over the ranks with different tokens and over pipeline ranks.
 

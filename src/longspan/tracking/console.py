@@ -24,6 +24,8 @@ def format_metrics(metrics: Mapping[str, Any]) -> str:
     if metrics.get("mfu") is not None:
         fields.append(f"MFU {metrics['mfu']:.1%}")
     fields.append(f"{metrics['memory_bytes'] / 2**30:.2f} GiB")
+    if "slowest_rank" in metrics:
+        fields.append(f"rank {metrics['slowest_rank']} is slow ({metrics['slowest_in']})")
     return "  ".join(fields)
 
 

@@ -22,7 +22,9 @@ class MetricsFile:
     def __init__(self, path: Path | None, *, step: int, sinks: Sinks | None = None) -> None:
         self._file, self._sinks = None, sinks
         if path is not None:
-            kept = [_encode(line) for line in read_metrics(path) if line["step"] <= step]
+            kept = [
+                json.dumps(_finite(line)) for line in read_metrics(path) if line["step"] <= step
+            ]
             try:
                 atomic_write_text(path, "".join(f"{line}\n" for line in kept))
             except OSError as error:
@@ -31,7 +33,8 @@ class MetricsFile:
 
     def write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
-            self._file.append(_encode(line))
+            line = _finite(line)
+            self._file.append(json.dumps(line))
             if self._sinks is not None:
                 self._sinks.write(line)
 
@@ -43,13 +46,11 @@ class MetricsFile:
             self._file.close()
 
 
-def _encode(line: dict[str, Any]) -> str:
-    """Encode one line. JSON has no NaN and no infinity: non-finite values become null."""
-    finite = {
-        key: None if isinstance(value, float) and not math.isfinite(value) else value
-        for key, value in line.items()
-    }
-    return json.dumps(finite)
+def _finite(line: Any) -> Any:
+    """A line as JSON has it, which has no NaN and no infinity: non-finite values become null."""
+    if isinstance(line, dict):
+        return {key: _finite(value) for key, value in line.items()}
+    return None if isinstance(line, float) and not math.isfinite(line) else line
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -22,6 +22,7 @@ from longspan.faults import fault_point
 from longspan.locking import owned
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
+from longspan.parallel.norms_by_layer import NormsByLayer
 from longspan.parallel.world import World, world_of_environment
 from longspan.progress import tolerant_stderr, waiting
 from longspan.runfile import check_run_folder
@@ -41,6 +42,7 @@ from longspan.tracking.profiling import Profiler
 from longspan.training.folder import open_run_folder
 from longspan.training.guard import Guard
 from longspan.training.out_of_memory import explain, halve_micro_batch, is_out_of_memory, with_hint
+from longspan.training.rank_stats import RankStats
 from longspan.training.recovery import Recovery
 from longspan.training.saving import Saver
 from longspan.training.signals import StopRequests
@@ -166,7 +168,8 @@ def _train(
     settings, checkpoints = run.train, run_dir / CHECKPOINTS
     task = open_task(run, mesh, show)
     torch.manual_seed(settings.seed)
-    context = partial(forward_context, settings)
+    stats = RankStats(mesh, device)
+    context = stats.forward_context(partial(forward_context, settings))
     engine = open_engine(run, mesh, device, context, task.spec, task.make_optimizer)
     evaluation = task.evaluation(engine, mesh, device, partial(autocast, settings))
     guard = Guard(settings.grad_norm_spike, device)
@@ -191,6 +194,7 @@ def _train(
     if is_main:
         open_run_folder(given, run_dir, device, task.source, mesh.world.size)
     meter = task.meter(device, state.step, mesh.world.size)
+    norms = NormsByLayer(engine.shapes, mesh, device) if run.track.per_layer_norms else None
     repeats_report = recovered is not None and recovered.repeats_report
     reported = state.step - repeats_report
     if recovered:
@@ -247,7 +251,8 @@ def _train(
         ended = state.step >= settings.steps and not repeats_report
         while not ended:
             if not repeats_report:
-                loss, grad_norm = train_step(state, data, settings, device)
+                logs = _is_due(state.step + 1, run.track.log_every)
+                loss, grad_norm = train_step(state, data, settings, device, norms if logs else None)
                 fault_point("step")
                 meter.add(loss, grad_norm)
             repeats_report = False
@@ -257,7 +262,7 @@ def _train(
             saves = saves or ended or saver.is_due(state.step)
             reporter.step(state.step)
             if saves or _is_due(state.step, run.track.log_every):
-                line = meter.line(state)
+                line = meter.line(state, stats, data.waited_s, norms)
                 metrics.write(line)
                 reporter.metrics(line, meter.seconds_left)
                 (skipped,) = all_reduce_max(mesh, int(guard.skipped_in_a_row))
@@ -279,7 +284,9 @@ def _train(
                 if saves:
                     blocked = saver.blocked_s
                     saver.begin(state)
-                    history.write("save", state.step, blocked_s=saver.blocked_s - blocked)
+                    blocked = saver.blocked_s - blocked
+                    meter.saved(blocked)
+                    history.write("save", state.step, blocked_s=blocked)
                 if not ended and _is_due(state.step, settings.eval_every):
                     evaluation.report(evaluation.loss(requests), state.step, reporter, metrics)
                 profiler.step(state.step)

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from longspan.attention import pattern_of
 from longspan.config import Run
-from longspan.device import peak_memory
 from longspan.hardware import peak_flops
 from longspan.models import flops_per_sample
+from longspan.parallel.norms_by_layer import NormsByLayer
+from longspan.training.out_of_memory import optimizer_bytes, parameter_bytes
+from longspan.training.rank_stats import RankStats
 from longspan.training.state import TrainState
 
 
@@ -46,6 +48,8 @@ class Meter:
         self._line: dict[str, Any] = {}
         self._mark = self._added = time.perf_counter()
         self._rates: list[float] = []
+        self._save_s = 0.0
+        self._held: dict[str, int] = {}
         self.last_loss: float | None = None
 
     def add(self, loss: Tensor, grad_norm: Tensor) -> None:
@@ -56,13 +60,20 @@ class Meter:
         """What the next line depends on, as JSON values."""
         losses, grad_norm = [float(loss) for loss in self._losses], float(self._grad_norm)
         seconds = self._added - self._mark
-        return {"losses": losses, "grad_norm": grad_norm, "seconds": seconds, "line": self._line}
+        return {
+            "losses": losses,
+            "grad_norm": grad_norm,
+            "seconds": seconds,
+            "save_s": self._save_s,
+            "line": self._line,
+        }
 
     def load(self, state: dict[str, Any]) -> None:
         """Continue from the `state` of another meter of the run."""
         self._losses = [torch.tensor(loss, device=self._device) for loss in state["losses"]]
         self._grad_norm, self._line = torch.tensor(state["grad_norm"]), state["line"]
         self._mark = time.perf_counter() - state["seconds"]
+        self._save_s = state["save_s"]
         if self._line:
             self.last_loss, self._rates = self._line["loss"], [self._line[f"{self._unit}_per_s"]]
 
@@ -73,19 +84,37 @@ class Meter:
         yield
         self._mark += time.perf_counter() - start
 
-    def line(self, state: TrainState) -> dict[str, Any]:
+    def saved(self, blocked_s: float) -> None:
+        """Note that a save has blocked training for so long."""
+        self._save_s += blocked_s
+
+    def line(
+        self,
+        state: TrainState,
+        stats: RankStats,
+        waited_s: float,
+        norms: NormsByLayer | None = None,
+    ) -> dict[str, Any]:
         """A line of metrics over the steps since the last one; `loss` is their mean.
 
-        If there were none, it is the last line.
+        `waited_s`: how long this rank has waited for data since its start; `norms`: those of each
+        layer are reported, too. If there were no steps, it is the last line. Every rank calls this.
         """
-        if not self._losses:
+        mean = math.nan
+        if self._losses:
+            losses = torch.stack(self._losses)  # non-finite for some of the skipped steps
+            losses = losses.where(losses.isfinite(), torch.nan)
+            mean = losses.nanmean().item()  # syncs with the device
+        now, steps = time.perf_counter(), len(self._losses)
+        # Before anything changes: after a recovery some ranks may have done this, others not.
+        gathered = stats.gather(steps, now - self._mark, waited_s, self._held_bytes(state))
+        if norms is not None:
+            gathered["grad_norms"] = norms.gradients(self._grad_norm)
+            gathered["param_norms"] = norms.parameters(state.engine.model)
+        if not steps:
             return self._line
-        losses = torch.stack(self._losses)  # non-finite for some of the skipped steps
-        mean = losses.where(losses.isfinite(), torch.nan).nanmean().item()  # syncs with the device
         self.last_loss = None if math.isnan(mean) else mean
-        now = time.perf_counter()
-        samples = len(self._losses) * self._global_batch
-        samples_per_s = samples / (now - self._mark)
+        samples_per_s = steps * self._global_batch / (now - self._mark)
         self._mark, self._losses, self._step = now, [], state.step
         rate = samples_per_s * self._context
         self._rates.append(rate)
@@ -101,9 +130,21 @@ class Meter:
             "skipped_steps": int(state.guard.skipped),
             f"{self._unit}_per_s": rate,
             "mfu": mfu,
-            "memory_bytes": peak_memory(self._device),
+            "save_s": self._save_s,
+            "time": time.time(),
+            **gathered,
         }
+        self._save_s = 0.0
         return self._line
+
+    def _held_bytes(self, state: TrainState) -> dict[str, int]:
+        """Bytes of parameters and optimizer state, which stay as they are after the first step."""
+        if not self._held.get("memory_optimizer_bytes"):
+            self._held = {
+                "memory_parameters_bytes": parameter_bytes(state),
+                "memory_optimizer_bytes": optimizer_bytes(state),
+            }
+        return self._held
 
     @property
     def median_rate(self) -> float | None:

@@ -64,18 +64,31 @@ def explain(error: BaseException, state: TrainState, run: Run, device: torch.dev
 
 def memory_by_class(state: TrainState, device: torch.device) -> dict[str, int]:
     """Bytes on this rank by class of tensors; the last class is the rest of the peak."""
-    engine = state.engine
-    groups = engine.optimizer.param_groups  # which may hold flattened copies
-    parameters = {*engine.model.parameters(), *(p for group in groups for p in group["params"])}
+    parameters = _parameters(state)
     gradients = (p.grad for p in parameters if p.grad is not None)
-    moments = (x for state in engine.optimizer.state.values() for x in state.values())
     used = {
         "parameters": _bytes(parameters),
         "gradients": _bytes(gradients),
-        "optimizer state": _bytes(moments),
+        "optimizer state": optimizer_bytes(state),
     }
     peak = peak_memory(device)
     return {**used, "activations and workspace": max(0, peak - sum(used.values()))}
+
+
+def parameter_bytes(state: TrainState) -> int:
+    """Bytes of the parameters on this rank."""
+    return _bytes(_parameters(state))
+
+
+def optimizer_bytes(state: TrainState) -> int:
+    """Bytes of the optimizer state on this rank."""
+    return _bytes(x for values in state.engine.optimizer.state.values() for x in values.values())
+
+
+def _parameters(state: TrainState) -> set[Tensor]:
+    groups = state.engine.optimizer.param_groups  # which may hold flattened copies
+    flat = (parameter for group in groups for parameter in group["params"])
+    return {*state.engine.model.parameters(), *flat}
 
 
 def suggestions(used: dict[str, int], run: Run, world: int) -> list[Suggestion]:

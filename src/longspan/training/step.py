@@ -16,6 +16,7 @@ from longspan.engines.optimizer import set_learning_rate
 from longspan.faults import fault_point, injects_nan
 from longspan.parallel.activation_checkpointing import offload_activations
 from longspan.parallel.collectives import all_reduce_loss
+from longspan.parallel.norms_by_layer import NormsByLayer
 from longspan.training.schedule import learning_rate
 from longspan.training.state import TrainState
 
@@ -28,12 +29,16 @@ def forward_context(train: Train) -> Iterator[None]:
 
 
 def train_step(
-    state: TrainState, data: Prefetcher, train: Train, device: torch.device
+    state: TrainState,
+    data: Prefetcher,
+    train: Train,
+    device: torch.device,
+    norms: NormsByLayer | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Take one optimizer step; returns its loss per token and its gradient norm before clipping.
 
     The loss is the sum over all tokens of the step divided by their number, so it depends neither
-    on gradient accumulation nor on the data-parallel size.
+    on gradient accumulation nor on the data-parallel size. `norms` measures the gradients by layer.
     """
     mesh, engine = state.mesh, state.engine
     fault_point("data")
@@ -61,6 +66,8 @@ def train_step(
         divisor = count.clamp(min=1e-30).where(is_sound, math.nan).float() / expected
         loss /= divisor
     fault_point("gradient norm")
+    if norms is not None:
+        norms.measure_gradients(engine.model)
 
     def must_skip(norm: Tensor, *, may_overflow: bool) -> Tensor:
         state.is_whole = False  # from here on there is no collective
