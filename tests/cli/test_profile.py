@@ -20,6 +20,8 @@ PROFILE = [sys.executable, "-m", "longspan", "profile", "train.device=cpu", "dat
 
 def test_a_run_is_profiled_without_a_checkpoint(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
+    (run_dir / "profile").mkdir(parents=True)
+    (run_dir / "profile" / "summary.json").write_text("{}")  # of an earlier call
     options = ["train.steps=3", "--json", "-o", str(run_dir)]  # raised to what the schedule needs
     done = subprocess.run([*PROFILE, *options], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)

@@ -201,6 +201,9 @@ def test_a_run_that_ends_early_has_the_steps_that_it_completed(tmp_path: Path) -
 
 
 def test_a_run_that_fails_writes_no_trace(tmp_path: Path) -> None:
+    (tmp_path / FOLDER).mkdir()
+    (tmp_path / FOLDER / "rank0.json").write_text("of an earlier start")
+
     def fail() -> None:
         with profiler(tmp_path, Profile(wait=0, warmup=0, active=5)) as found:
             work()
@@ -297,9 +300,12 @@ def test_memory_snapshots_open_in_torch(tmp_path: Path) -> None:
         run_out_of_memory()
     for name in ("memory-rank0.pickle", "out-of-memory-rank0.pickle"):
         snapshot = pickle.loads((tmp_path / FOLDER / name).read_bytes())  # noqa: S301
-        assert "segment" in _memory_viz.segsum(snapshot).lower()
-        assert "alloc" in _memory_viz.trace(snapshot)
-        assert "<html" in _memory_viz.trace_plot(snapshot, device=0).lower()
+        assert "segments" in _memory_viz.segsum(snapshot)
+        assert "<html>" in _memory_viz.trace_plot(snapshot, device=0)
+        (events,) = (trace for trace in snapshot["device_traces"] if trace)
+        frames = {frame["name"] for event in events for frame in event["frames"]}
+        assert "run_out_of_memory" in frames
+        assert ("oom" in {event["action"] for event in events}) == name.startswith("out-of-memory")
     (rank,) = profiled(tmp_path).ranks
     assert rank.device == "cuda"
     assert rank.steps[0].compute_s > 0

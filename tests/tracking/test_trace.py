@@ -65,7 +65,7 @@ GPU = [
     step(5, 0, 100),
     # two streams compute from 10 to 50; NCCL until 70 has 20 of its 30 after that; a copy follows
     kernel("gemm", 10, 40, 11),
-    kernel("void add<float>(float*)", 30, 50),
+    kernel("void (anonymous namespace)::add<float>(float*)", 30, 50),
     kernel("ncclDevKernel_AllReduce_Sum_bf16_RING_LL(args)", 40, 70, 12),
     span("Memcpy DtoH", 60, 80, "gpu_memcpy", tid=STREAM, **{"External id": 13}),
     span("aten::mm", 1, 3, **{"External id": 11}),
@@ -76,6 +76,8 @@ GPU = [
     memory(7.5, 4096, 9999, 0),  # of the CPU
     memory(85, -512, 1000, 1),
     step(6, 100, 160),
+    span("triton_poi_fused_add_0", 101, 102, **{"External id": 20}),
+    kernel("triton_poi_fused_add_0", 120, 125, 20),
     kernel("gemm", 90, 130, 15),  # which the step of the CPU began before: 30 fall into step 6
     span("aten::mm", 88, 89, **{"External id": 15}),
     step(7, 160, 200),  # incomplete
@@ -104,6 +106,10 @@ def test_a_gpu_trace_with_known_answers() -> None:
     assert operators["void add<float>"].self_s == pytest.approx(20 * us)  # of no operator
     collective = operators["ncclDevKernel_AllReduce_Sum_bf16_RING_LL"]
     assert (collective.calls, collective.self_s) == (1, pytest.approx(30 * us))
+    assert operators["void add<float>"].calls == 1
+    assert "gemm" not in operators  # of the incomplete step
+    triton = operators["triton_poi_fused_add_0"]  # an operator and its kernel
+    assert (triton.calls, triton.self_s) == (1, pytest.approx(5 * us))
     assert operators["aten::copy_"].bytes == 512  # allocated by aten::empty within it
     assert operators["aten::empty"].bytes == 0
 

@@ -63,13 +63,15 @@ def profile(args: argparse.Namespace) -> None:
     stem = file.stem if file else "builtin"
     run_dir = args.out or new_run_dir(Path("runs"), Path(f"profile-{stem}"))
     check_run_folder(run_dir, resume=False)
+    written = run_dir / FOLDER / SUMMARY
+    written.unlink(missing_ok=True)  # of an earlier call
 
     received: list[int] = []  # signals
 
     def poll() -> None:
         if received:
             raise KeyboardInterrupt  # a profile has no checkpoint to wait for
-        if (run_dir / FOLDER / SUMMARY).exists():
+        if written.exists():
             raise _Profiled  # which ends the processes, and saves the time of a checkpoint
         lines = read_metrics(run_dir / "metrics.jsonl")
         progress.detail(f"step {lines[-1]['step']}" if lines else "starting")

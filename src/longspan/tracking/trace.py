@@ -264,11 +264,11 @@ def _operators_by_name(
                 stack.append((event["ts"] + event["dur"], event["name"]))
     for event in spans if on_gpu else ():
         if event.get("cat") in (KERNEL, *COPIES) and _is_in(event, windows):
-            own = event["name"].partition("(")[0]
-            caller = names.get(event.get("args", {}).get("External id"), own)
-            name = own if _is_collective(event) else caller
-            times[name] += event["dur"]
-            calls[name] += name == own
+            caller = names.get(event.get("args", {}).get("External id"))
+            if caller is None or _is_collective(event):  # the kernel's name says more
+                caller = event["name"].replace("(anonymous namespace)::", "").partition("(")[0]
+                calls[caller] += 1
+            times[caller] += event["dur"]
     found = {*calls, *times, *sizes}
     return {name: Operator(name, calls[name], times[name] * 1e-6, sizes[name]) for name in found}
 
