@@ -49,10 +49,11 @@ MAY_IMPORT = {
     "compat": {"attention", "create", "parallel", "sketching"},
     "verification": {"checkpoint", "config", "launching", "runfile", "tracking"},
     "benchmarks": MODEL | RUN | {"parallel", "engines", "planning", "sketch_run", "training"},
+    "reporting": MODEL | RUN | {"parallel"},
     "cli": MODEL
     | RUN
     | {"benchmarks", "drill", "engines", "export", "generate", "launching", "parallel"}
-    | {"init", "planning", "sketch_run", "trained", "training", "verification"},
+    | {"init", "planning", "reporting", "sketch_run", "trained", "training", "verification"},
     "__main__": {"cli"},
 }
 

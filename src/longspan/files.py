@@ -76,6 +76,27 @@ def read_json_lines(path: Path) -> list[dict[str, Any]]:
     return objects
 
 
+MAX_LINE_BYTES = 1 << 20
+"""Length of a line of a JSON Lines file that others wrote; ours have some hundred bytes."""
+
+
+def json_lines(path: Path, max_bytes: int) -> Iterator[dict[str, Any] | None]:
+    """Read the objects in the first `max_bytes` of a JSON Lines file that others wrote.
+
+    Yields None for a line that is no JSON object, is too long or was truncated by a crash. Raises
+    OSError like `open_regular`.
+    """
+    with open_regular(path) as file:
+        left = max_bytes
+        while left > 0 and (line := file.readline(min(left, MAX_LINE_BYTES))):
+            left -= len(line)
+            try:
+                value = json.loads(line) if line.strip() else None
+            except (ValueError, RecursionError):
+                value = None
+            yield value if isinstance(value, dict) else None
+
+
 MAX_JSON_DEPTH = 32
 """Nesting of a JSON file; ours and those of Hugging Face have less than ten levels."""
 MAX_HEADER_BYTES = 16 << 20

@@ -1,0 +1,604 @@
+"""The sections of a report, each a fragment of HTML."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timezone
+from typing import Any
+
+from longspan.errors import UserError
+from longspan.reporting.data import ResultData, RunData, tables_of
+from longspan.reporting.html import Child, Html, join, table, tag
+from longspan.reporting.pictures import (
+    duration,
+    key,
+    layout_picture,
+    pattern_picture,
+    timeline,
+)
+from longspan.wording import counted, toml_value
+
+GIB = 2**30
+MAX_EVENTS = 500
+MAX_ROWS = 500
+"""Rows of a table."""
+NONE = "–"
+
+
+def sections(runs: Sequence[RunData], results: Sequence[ResultData]) -> dict[str, tuple[str, Html]]:
+    """Title and content of each section, by its id; a section without content is left out."""
+    found: dict[str, tuple[str, Html | None]] = {"overview": ("Overview", overview(runs))}
+    found |= {"curves": ("Curves", Html(""))} if runs else {}
+    found |= {
+        "timeline": ("Time line and goodput", each(runs, time_line)),
+        "ranks": ("Ranks", each(runs, ranks) if any(run.ranks > 1 for run in runs) else None),
+        "layout": ("Layout", each(runs, layout)),
+        "attention": ("Attention pattern", each(runs, attention)),
+        "profile": ("Profile", each(runs, profile)),
+        "other": ("Other metrics", Html("") if runs else None),
+    }
+    for number, result in enumerate(results):
+        found[f"result-{number}"] = (
+            f"{result.kind.capitalize()}: {result.name}",
+            RESULTS[result.kind](result.content),
+        )
+    found["config"] = ("Configuration", config(runs) if runs else None)
+    found["environment"] = ("Environment", environment(runs) if runs else None)
+    return {name: (title, body) for name, (title, body) in found.items() if body is not None}
+
+
+def each(runs: Sequence[RunData], show: Any) -> Html | None:
+    """What `show` makes of each run, under its name if there are several; the same text once."""
+    parts: dict[str, list[str]] = {}
+    for run in runs:
+        if (body := show(run)) is not None:
+            parts.setdefault(body, []).append(run.name)
+    if not parts:
+        return None
+    if len(runs) == 1:
+        return join(Html(body) for body in parts)
+    return join(
+        tag("div", tag("h3", ", ".join(names)), Html(body), class_="of-run")
+        for body, names in parts.items()
+    )
+
+
+def note(*text: Child) -> Html:
+    return tag("p", *text, class_="note")
+
+
+# The overview
+
+
+def overview(runs: Sequence[RunData]) -> Html | None:
+    if not runs:
+        return None
+    figures = [_figures(run) for run in runs]
+    problems = [
+        tag("li", tag("b", run.name), ": ", problem) for run in runs for problem in run.problems
+    ]
+    notice = tag("ul", problems, class_="problems") if problems else None
+    if len(runs) == 1:
+        return join([_state(runs[0]), _tiles(figures[0]), notice])
+    names = list(dict.fromkeys(name for found in figures for name in found))
+    rows = [
+        [
+            tag("span", tag("i", class_=f"dot run{index % 8}"), run.name, class_="key"),
+            _badge(run),
+            *(found.get(name, (NONE, ""))[0] for name in names),
+        ]
+        for index, (run, found) in enumerate(zip(runs, figures, strict=True))
+    ]
+    why = [
+        note(tag("b", run.name), f" {run.state.name}: {run.state.why}")
+        for run in runs
+        if run.state.why
+    ]
+    return join([table(["run", "state", *names], rows, "figures"), *why, notice])
+
+
+def _badge(run: RunData) -> Html:
+    name = run.state.name
+    return tag("span", name, class_=f"badge {name.replace(' ', '-')}")
+
+
+def _state(run: RunData) -> Html:
+    why = tag("span", run.state.why, class_="why") if run.state.why else None
+    return tag("p", _badge(run), " ", why, class_="state")
+
+
+def _tiles(figures: Mapping[str, tuple[str, str]]) -> Html:
+    tiles = [
+        tag(
+            "div",
+            tag("div", name, class_="name"),
+            tag("div", value, class_="value"),
+            tag("div", detail, class_="detail") if detail else None,
+            class_="tile",
+        )
+        for name, (value, detail) in figures.items()
+    ]
+    return tag("div", tiles, class_="tiles")
+
+
+def _figures(run: RunData) -> dict[str, tuple[str, str]]:
+    """The figures that people look at first, each with a detail."""
+    metrics, found = run.metrics, dict[str, tuple[str, str]]()
+    steps = run.tables.get("train", {}).get("steps") if _is_table(run.tables, "train") else None
+    of = f"of {steps:,}" if isinstance(steps, int) else ""
+    found["step"] = f"{run.step:,}", of
+    if (loss := metrics.last("loss")) is not None:
+        best = metrics.best("loss")
+        found["training loss"] = f"{loss:.4g}", f"lowest {best:.4g}" if best is not None else ""
+    if (loss := metrics.last("validation_loss")) is not None:
+        baseline = metrics.last("baseline_loss")
+        detail = f"baseline {baseline:.4g}" if baseline is not None else ""
+        found["validation loss"] = f"{loss:.4g}", detail
+    for unit in ("tokens", "samples"):
+        if (rate := _median(metrics.values(f"{unit}_per_s"))) is not None:
+            total = metrics.last(unit)
+            detail = f"{short(total)} {unit}" if total is not None else ""
+            found[f"{unit} per second"] = f"{short(rate)}", detail
+    if (mfu := _median(metrics.values("mfu"))) is not None:
+        found["MFU"] = f"{mfu:.1%}", "median"
+    if (memory := _max(metrics.values("memory_bytes"))) is not None:
+        found["peak memory"] = f"{memory / GIB:.3g} GiB", "on rank 0"
+    if run.goodput is not None:
+        found["goodput"] = f"{run.goodput.ratio:.0%}", f"of {duration(run.goodput.wall_s)}"
+        found["restarts"] = f"{run.goodput.restarts:,}", _steps_lost(run)
+    return found
+
+
+def _steps_lost(run: RunData) -> str:
+    assert run.goodput is not None
+    lost = int(run.goodput.lost_steps)
+    return f"{counted(lost, 'step')} lost" if lost else ""
+
+
+def _is_table(tables: Mapping[str, Any], name: str) -> bool:
+    return isinstance(tables.get(name), dict)
+
+
+def _median(values: Any) -> float | None:
+    import numpy as np
+
+    finite = values[np.isfinite(values)]
+    return float(np.median(finite)) if len(finite) else None
+
+
+def _max(values: Any) -> float | None:
+    import numpy as np
+
+    finite = values[np.isfinite(values)]
+    return float(finite.max()) if len(finite) else None
+
+
+def short(value: float) -> str:
+    """A number with about four digits: 9,053, 12.3 k, 1.64 M."""
+    if not math.isfinite(value):
+        return NONE
+    for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if abs(value) >= size:
+            return f"{value / (1e3 if unit == 'k' else size):.3g} {unit}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+
+
+# Time
+
+
+def time_line(run: RunData) -> Html | None:
+    found = run.goodput
+    picture = timeline(run.events, run.now if run.state.name == "running" else _end(run))
+    if found is None or picture is None:
+        return note("The run has not started: its history has no event.")
+    rows = [
+        [
+            _clock(event["time"]),
+            event["event"],
+            event["step"],
+            _event_text(event),
+        ]
+        for event in run.events[-MAX_EVENTS:]
+    ]
+    left_out = len(run.events) - len(rows)
+    more = note(f"The first {left_out:,} are left out.") if left_out else None
+    texts = [
+        tag("li", f"step {step:,}: {text}")
+        for step, name, text in run.metrics.texts
+        if name == "rolled_back"
+    ]
+    return join(
+        [
+            tag("p", _capital(str(found)), "."),
+            picture,
+            tag("ul", texts, class_="problems") if texts else None,
+            tag(
+                "details",
+                tag("summary", counted(len(run.events), "event")),
+                more,
+                table(["time (UTC)", "event", "step", ""], rows),
+            ),
+        ]
+    )
+
+
+def _end(run: RunData) -> float:
+    """When a run that is not running has last shown a sign of life."""
+    last = max((event["time"] for event in run.events), default=0.0)
+    return max(last, run.heartbeat or 0.0)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
+
+
+def _event_text(event: Mapping[str, Any]) -> str:
+    known = {"time", "event", "step"}
+    shown = {name: value for name, value in event.items() if name not in known and value}
+    return ", ".join(f"{name.replace('_', ' ')} {_text(value)}" for name, value in shown.items())
+
+
+def _text(value: Any) -> str:
+    """A value of a file, at most a few hundred characters."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) < 1 << 63 else "a very large number"
+    if isinstance(value, str):
+        return value[:500]
+    if isinstance(value, list):
+        return ", ".join(map(_text, value[:50]))
+    return toml_value(value)
+
+
+def _clock(moment: float) -> str:
+    try:
+        return datetime.fromtimestamp(moment, timezone.utc).strftime("%Y-%m-%d %H:%M:%S")
+    except (OverflowError, OSError, ValueError):
+        return NONE
+
+
+# Ranks, layout, attention
+
+
+def ranks(run: RunData) -> Html | None:
+    if run.ranks == 1:
+        return note("One process.")
+    if not any(name.startswith("step_time") for name in run.metrics.names):
+        return note(
+            f"{run.ranks} ranks; the metrics of this run do not say how long each took for a step."
+        )
+    return Html("")
+
+
+def layout(run: RunData) -> Html | None:
+    if run.run is None:
+        return note("run.toml is not a valid run file for this version, so its layout is unknown.")
+    try:
+        found = run.run.layout.resolve(run.ranks)
+    except (UserError, ValueError) as error:
+        return note(f"The layout of run.toml does not fit {counted(run.ranks, 'process')}: {error}")
+    text = " × ".join(f"{axis} {count}" for axis, count in found.items() if count > 1)
+    if run.ranks == 1:
+        return note("One process holds the whole model and every sequence.")
+    zero = f", ZeRO stage {run.run.layout.zero}" if found["shard"] > 1 else ""
+    return join([tag("p", f"{run.ranks} ranks: {text}{zero}."), layout_picture(run.run, run.ranks)])
+
+
+def attention(run: RunData) -> Html | None:
+    if run.run is None or run.run.model.factory:
+        return None
+    file, context = run.run, run.run.data.context
+    try:
+        found = pattern_picture(file.attention, context, file.model.heads, file.model.layers)
+    except (ValueError, MemoryError) as error:
+        return note(f"The pattern cannot be drawn: {error}")
+    kept = f" It keeps {found.density:.3g} of the pairs of dense attention." * (
+        file.attention.kind != "dense" and math.isfinite(found.density)
+    )
+    branches = ""
+    if file.attention.kind.startswith("dilated"):
+        pairs = zip(file.attention.segment_lengths, file.attention.dilation_rates, strict=True)
+        listed = ", ".join(f"{w:,}/{r}" for w, r in pairs)
+        branches = f" Branches (segment length / dilation rate): {listed}."
+    bars = [
+        tag(
+            "div",
+            tag("span", counted(layer + 1, "layer"), class_="name"),
+            tag(
+                "span",
+                tag("i", style=f"width:{100 * tokens / context:.2f}%"),
+                class_="meter",
+            ),
+            tag("span", f"{tokens:,}", class_="value"),
+            class_="reach",
+        )
+        for layer, tokens in enumerate(found.reach)
+        if layer < 4 or layer == len(found.reach) - 1 or tokens != found.reach[layer - 1]
+    ][:12]
+    reach = found.reach[-1]
+    warning = "" if reach == context else " Nothing earlier can influence it."
+    words = tag(
+        "div",
+        tag(
+            "p",
+            f"{_capital(file.attention.kind.replace('_', ' '))} attention over "
+            f"{context:,} tokens.{branches}{kept}",
+        ),
+        tag(
+            "p",
+            f"Rows are queries, columns are keys, both in steps of "
+            f"{counted(found.position_step, 'token')}; darker is seen by more branches (head 0).",
+            class_="note",
+        ),
+        tag("h4", "Reach: tokens back that the last token depends on"),
+        bars,
+        tag(
+            "p",
+            f"Over {counted(file.model.layers, 'layer')}: {reach:,} of {context:,} tokens."
+            f"{warning}",
+        ),
+    )
+    return tag("div", tag("div", found.svg, class_="frame"), words, class_="pattern")
+
+
+# Profile
+
+PARTS = {
+    "compute_s": "compute",
+    "exposed_communication_s": "exposed communication",
+    "exposed_copy_s": "exposed copies",
+    "idle_s": "idle",
+}
+
+
+def profile(run: RunData) -> Html | None:
+    summary = run.profile
+    if not summary:
+        return note(
+            "This run was not profiled. ", tag("code", "longspan profile RUN.toml"), " does so."
+        )
+    findings = [tag("li", text) for text in _texts(summary.get("findings"))]
+    rows = _rows(summary.get("ranks"))
+    bars = []
+    for row in rows[:MAX_ROWS]:
+        steps = _rows(row.get("steps"))
+        means = {part: _mean([step.get(part) for step in steps]) for part in PARTS}
+        whole = sum(means.values())
+        if whole <= 0:
+            continue
+        pieces = [
+            tag(
+                "i",
+                class_=f"part{index}",
+                style=f"width:{100 * means[part] / whole:.2f}%",
+                title=f"{text}: {1e3 * means[part]:.3g} ms, {means[part] / whole:.0%}",
+            )
+            for index, (part, text) in enumerate(PARTS.items())
+        ]
+        bars.append(
+            tag(
+                "div",
+                tag("span", f"rank {_text(row.get('rank'))}", class_="name"),
+                tag("span", pieces, class_="meter"),
+                tag("span", f"{1e3 * whole:.3g} ms", class_="value"),
+                class_="reach",
+            )
+        )
+    legend = tag(
+        "div", [key(f"part{i}", text) for i, text in enumerate(PARTS.values())], class_="legend"
+    )
+    tables = []
+    for name, title in (("by_time", "Operators by time"), ("by_memory", "Operators by memory")):
+        operators = _rows(rows[0].get(name)) if rows else []
+        if operators:
+            listed = [
+                [
+                    _text(op.get("name")),
+                    _text(op.get("calls")),
+                    f"{1e3 * _number(op.get('self_s')):.4g}",
+                    f"{_number(op.get('bytes')) / 2**20:.4g}",
+                ]
+                for op in operators[:20]
+            ]
+            heads = ["operator", "calls", "self time in ms", "MiB"]
+            rank = _text(rows[0].get("rank"))
+            body = table(heads, listed, "right")
+            is_open = name == "by_time"
+            tables.append(
+                tag("details", tag("summary", f"{title}, rank {rank}"), body, open=is_open)
+            )
+    return join(
+        [
+            tag("ul", findings) if findings else None,
+            tag("h4", "Mean step of each rank") if bars else None,
+            bars,
+            legend if bars else None,
+            tables,
+        ]
+    )
+
+
+def _texts(value: Any) -> list[str]:
+    return [_text(item) for item in value[:50]] if isinstance(value, list) else []
+
+
+def _rows(value: Any) -> list[dict[str, Any]]:
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
+def _number(value: Any) -> float:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return float(value) if is_number and abs(value) < 1e300 else 0.0
+
+
+def _mean(values: Sequence[Any]) -> float:
+    found = [max(0.0, _number(value)) for value in values]
+    return sum(found) / len(found) if found else 0.0
+
+
+# Configuration and environment
+
+
+def flatten(tables: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Every value of nested tables as text, by its dotted path."""
+    found: dict[str, str] = {}
+    for name, value in tables.items():
+        path = f"{prefix}{name}"
+        if isinstance(value, dict) and value and path.count(".") < 8:
+            found |= flatten(value, f"{path}.")
+        else:
+            found[path] = toml_value(value)
+    return found
+
+
+def differences(runs: Sequence[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """The values of each path that is not the same in all of `runs`."""
+    flat = [flatten(tables) for tables in runs]
+    paths = list(dict.fromkeys(path for values in flat for path in values))
+    found = {path: [values.get(path, NONE) for values in flat] for path in paths}
+    return {path: values for path, values in found.items() if len(set(values)) > 1}
+
+
+def config(runs: Sequence[RunData]) -> Html:
+    names = [run.name for run in runs]
+    parts: list[Child] = []
+    if len(runs) > 1:
+        changed = differences([run.tables for run in runs])
+        rows = [[tag("code", path), *values] for path, values in changed.items()][:MAX_ROWS]
+        parts.append(
+            table(["key", *names], rows, "values")
+            if rows
+            else note("The runs have the same configuration.")
+        )
+    flat = [flatten(run.tables) for run in runs]
+    paths = list(dict.fromkeys(path for values in flat for path in values))[:MAX_ROWS]
+    if not paths:
+        return join([*parts, note("There is no run.toml.")])
+    rows = [[tag("code", path), *(values.get(path, NONE) for values in flat)] for path in paths]
+    whole = table(["key", *names], rows, "values")
+    summary = tag("summary", f"All {len(paths)} values of run.toml")
+    return join([*parts, tag("details", summary, whole)])
+
+
+def environment(runs: Sequence[RunData]) -> Html:
+    flat = []
+    for run in runs:
+        values = dict(run.environment)
+        command = values.get("command")
+        if isinstance(command, list):
+            values["command"] = " ".join(map(_text, command[:200]))
+        packages = values.pop("packages", {})
+        if isinstance(packages, dict):
+            values |= packages
+        flat.append({str(name): _text(value) for name, value in values.items()})
+    names = list(dict.fromkeys(name for values in flat for name in values))[:MAX_ROWS]
+    if not names:
+        return note("There is no env.json.")
+    rows = [[name, *(values.get(name, NONE) for values in flat)] for name in names]
+    heads = ["", *(run.name for run in runs)] if len(runs) > 1 else ["", ""]
+    return table(heads, rows, "values")
+
+
+# Results of other commands
+
+
+def plan(content: Mapping[str, Any]) -> Html:
+    derived = content["derived"] if isinstance(content["derived"], dict) else {}
+    facts: dict[str, Any] = {
+        "processes": content["gpus"],
+        "precision": content.get("precision"),
+        "parameters": content["parameters"],
+        **derived,
+    }
+    stages = _rows(content["stages"])
+    names = list(dict.fromkeys(name for stage in stages for name in stage))
+    memory = [
+        [
+            _capital(name.replace("_", " ").replace("on device", "total without activations")),
+            *(f"{_number(stage.get(name)) / GIB:,.3f}" for stage in stages),
+        ]
+        for name in names
+        if any(_number(stage.get(name)) for stage in stages)
+    ]
+    heads = ["GiB per device"]
+    heads += [f"pipeline rank {i}" for i in range(len(stages))] if len(stages) > 1 else [""]
+    others = [
+        [
+            _text(row.get("linear")),
+            _text(row.get("fraction")),
+            _text(row.get("parameters")),
+            f"{_number(row.get('flops_per_token')) / 1e9:,.3f}",
+            f"{_number(row.get('device_bytes')) / GIB:,.3f}",
+        ]
+        for row in _rows(content.get("alternatives"))
+    ]
+    columns = ["linear layers", "ratio", "parameters", "GFLOPs per token", "GiB per device"]
+    return join(
+        [
+            table(["", ""], [[name, _text(value)] for name, value in facts.items()], "values"),
+            tag("h4", "Memory of model and optimizer"),
+            table(heads, memory, "right"),
+            tag("h4", "With other linear layers") if others else None,
+            table(columns, others, "right") if others else None,
+        ]
+    )
+
+
+def drill(content: Mapping[str, Any]) -> Html:
+    rows = [
+        [
+            _text(row.get("fault")),
+            NONE if row.get("exit_code") is None else _text(row["exit_code"]),
+            _text(row.get("at_step")),
+            _text(row.get("steps_lost")),
+            *(
+                NONE if row.get(name) is None else f"{_number(row[name]):.1f}"
+                for name in ("ended_s", "recovered_s")
+            ),
+        ]
+        for row in _rows(content["outcomes"])[:MAX_ROWS]
+    ]
+    passed = content["passed"] is True
+    same = "the same bytes as" if content["same_bytes"] is True else "other bytes than"
+    badge = tag(
+        "span",
+        "passed" if passed else "failed",
+        class_=f"badge {'finished' if passed else 'failed'}",
+    )
+    problems = [tag("li", text) for text in _texts(content.get("problems"))]
+    heads = ["fault", "exit code", "at step", "steps lost", "ended in s", "resumed in s"]
+    words = f" After {counted(len(rows), 'fault')} the run has {same} the run without faults."
+    return join(
+        [
+            tag("p", badge, words),
+            tag("ul", problems, class_="problems") if problems else None,
+            table(heads, rows, "right"),
+        ]
+    )
+
+
+def bench(content: Mapping[str, Any]) -> Html:
+    parts: list[Child] = []
+    if isinstance(content.get("machine"), str):
+        parts.append(tag("p", content["machine"]))
+    if isinstance(content.get("setting"), dict):
+        listed = ", ".join(
+            f"{name.replace('_', ' ')} {_text(value)}" for name, value in content["setting"].items()
+        )
+        parts.append(note(listed))
+    for name, rows in tables_of(content).items():
+        columns = list(dict.fromkeys(column for row in rows for column in row))[:30]
+        body = [
+            [NONE if row.get(c) is None else _text(row[c]) for c in columns]
+            for row in rows[:MAX_ROWS]
+        ]
+        parts.append(tag("h4", _capital(name.replace("_", " "))) if name != "rows" else None)
+        parts.append(table([c.replace("_", " ") for c in columns], body, "right"))
+    return join(parts)
+
+
+RESULTS = {"plan": plan, "drill": drill, "bench": bench}
