@@ -25,9 +25,6 @@ from longspan.tracking.trace import FOLDER, Summary, read_summary
 from longspan.training import train
 from tests.harness import Ranks
 
-TENSORBOARD = re.compile(r"^(.*?)(\.\d+)?\.pt\.trace\.json(?:\.gz)?$")
-"""How TensorBoard's profile plugin reads the name of a trace: worker and number."""
-
 SMALL = [
     "model.hidden=32",
     "model.heads=2",
@@ -107,9 +104,8 @@ def test_a_profiled_run_computes_the_same(
     (tmp_path / "trace.json").write_bytes(gzip.decompress(path.read_bytes()))
     events = JsonProfile(str(tmp_path / "trace.json")).events
     assert sum(event["name"].startswith("ProfilerStep#") for event in events) == 2
-    matched = TENSORBOARD.match(trace)
-    assert matched is not None
-    assert matched.groups() == ("rank0", ".4")
+    # TensorBoard's plugin takes a name for WORKER.NUMBER.pt.trace.json.gz, the number digits.
+    assert trace.split(".", 2) == ["rank0", "4", "pt.trace.json.gz"]
 
 
 def test_a_resumed_run_is_profiled_again(tmp_path: Path) -> None:
@@ -198,6 +194,13 @@ def test_a_run_that_ends_early_has_the_steps_that_it_completed(tmp_path: Path) -
     assert [step.step for step in rank.steps] == [1, 2]
     (mm,) = [operator for operator in rank.by_time if operator.name == "aten::mm"]
     assert mm.calls == 2
+
+
+def test_a_run_that_ends_before_the_cycle_says_so(tmp_path: Path) -> None:
+    shown: list[str] = []
+    with profiler(tmp_path, Profile(wait=3, active=2), show=shown.append) as found:
+        found.step(1)
+    assert shown == ["no step was profiled: the run has ended in the wait of track.profile"]
 
 
 def test_a_run_that_fails_writes_no_trace(tmp_path: Path) -> None:

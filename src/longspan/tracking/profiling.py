@@ -69,7 +69,7 @@ class Profiler:
         self._steps_left = 0
         self._steps: list[int] = []  # that the current trace contains
         self._traces: dict[str, TraceSummary] = {}
-        self._must_join = self._is_failing = False
+        self._must_join = self._is_failing = self._has_recorded = False
         if (wanted := track.profile).active:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports every start and end
             # Each cycle has a trace of its own, which is all that is kept of it.
@@ -106,6 +106,7 @@ class Profiler:
             return
         is_recording = self._torch.current_action in RECORDING
         if is_recording:
+            self._has_recorded = True
             self._steps.append(step)
         if self._device.type == "cuda" and (is_recording or self._records_next()):
             torch.cuda.synchronize(self._device)  # so that a step contains its own kernels
@@ -121,6 +122,8 @@ class Profiler:
         trace: TracebackType | None,
     ) -> None:
         self._is_failing = error is not None
+        if self._torch is not None and not (self._has_recorded or self._is_failing):
+            self._show("no step was profiled: the run has ended in the wait of track.profile")
         self._stop()
         if self._must_join:
             self._join()
