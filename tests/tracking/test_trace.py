@@ -187,7 +187,9 @@ def test_the_summary_says_what_stands_out() -> None:
         "Communication takes 400 ms of a step, waiting for other ranks included; 25% of it "
         "overlaps with compute.",
     ]
-    assert even.findings[2].startswith("Compute waits for communication in 30% of a step: try ")
+    assert even.findings[2].startswith(
+        "Compute waits for communication in 30% of a step (on rank 0 longest in gloo:all_reduce): "
+    )
     uneven = str(trace.summarise_run([rank_of(0, fast), rank_of(1, slow)], 3))
     assert "Rank 1 computes longest, 800 ms of a step; rank 0 computes 500 ms" in uneven
     assert "Only 2 of 3 ranks have written a profile." in uneven

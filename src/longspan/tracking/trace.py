@@ -278,6 +278,10 @@ def _is_collective(event: Event) -> bool:
     return event.get("cat") == KERNEL and bool(COLLECTIVE_KERNEL.search(event["name"]))
 
 
+def _communicates(operator: str) -> bool:
+    return bool(COLLECTIVE.match(operator) or COLLECTIVE_KERNEL.search(operator))
+
+
 def _is_cpu_collective(event: Event) -> bool:
     return event.get("cat") in ("cpu_op", "user_annotation") and bool(
         COLLECTIVE.match(event["name"])
@@ -400,10 +404,13 @@ def _findings(ranks: Sequence[RankSummary]) -> Iterable[str]:
         )
         yield f"In {idle / wall:.0%} of a step {what}."
     if exposed > EXPOSED * wall:
+        waiting = max(ranks, key=lambda rank: rank.mean("exposed_communication_s"))
+        collectives = [o.name for o in waiting.by_time if _communicates(o.name)]
+        longest_in = f" (on rank {waiting.rank} longest in {collectives[0]})" if collectives else ""
         yield (
-            f"Compute waits for communication in {exposed / wall:.0%} of a step: try a larger "
-            "train.micro_batch, fewer ranks on the layout's axis that communicates most, or "
-            'layout.gradient_compression = "bf16".'
+            f"Compute waits for communication in {exposed / wall:.0%} of a step{longest_in}: try a "
+            "larger train.micro_batch, in a pipeline more micro-batches (train.global_batch), or "
+            "fewer ranks on the axis of the layout that communicates most."
         )
     if copied > COPIED * wall:
         yield (
