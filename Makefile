@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test check format clean fuzz drill elastic compile kernels nvme
+.PHONY: train test check format clean fuzz drill elastic compile kernels nvme soak
 train: $(VENV)/.runtime
 	$(BIN)/longspan train
 
@@ -46,6 +46,11 @@ kernels: $(VENV)/.development
 # minutes the first time.
 nvme: $(VENV)/.development
 	PATH="$(CURDIR)/$(BIN):$$PATH" LONGSPAN_NVME=1 $(BIN)/python -m pytest tests/engines/test_nvme.py
+
+# Memory, threads and files over 5,000 steps with every sink; and what tracking costs of a step.
+soak: $(VENV)/.development
+	LONGSPAN_SLOW=1 $(BIN)/python -m pytest -s tests/training/test_soak.py
+	$(BIN)/longspan bench tracking
 
 clean:
 	rm -rf $(VENV)

@@ -1,4 +1,4 @@
-"""`longspan bench loss|checkpoint|engines|conversion|memory`: tiny runs, and errors."""
+"""`longspan bench loss|checkpoint|engines|conversion|memory|tracking`: tiny runs, and errors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from longspan.benchmarks import engines, loss
+from longspan.benchmarks import engines, loss, tracking
 from longspan.cli import main
 
 
@@ -107,3 +107,16 @@ def test_invalid_arguments_are_refused(
 def test_without_cuda_it_says_so(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
     assert main(["bench", *arguments]) == 2
     assert "needs a CUDA device, and there is none" in capsys.readouterr().err
+
+
+def test_the_cost_of_tracking_is_a_ratio_within_one_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracking, "BLOCKS", 1)
+    monkeypatch.setattr(tracking, "PACKAGES", {"tensorboard": "tensorboard"})
+    small = ["model.hidden=32", "model.layers=1", "model.heads=2", "data.source=recall"]
+    found = bench("tracking", *small, "data.context=128", "track.log_every=2")
+    assert found["setting"]["sinks"] == ["tensorboard"]
+    (row,) = found["rows"]
+    assert row["line_share"] == pytest.approx(row["line_s"] / (2 * row["step_s"]))
+    assert row["line_s"] > 0
+    assert row["sinks_cpu_share"] >= 0
+    assert not list(Path().glob("longspan-tracking-*"))

@@ -29,11 +29,12 @@ class Recorder:
 
     def __init__(self, first: Callable[[], object] = lambda: None) -> None:
         self.lines: list[tuple[int, dict[str, float]]] = []
-        self.first, self.closed = first, False
+        self.first, self.closed, self.last = first, False, 0.0
 
     def log(self, scalars: Mapping[str, float], step: int, at: float) -> None:
         self.first()
         self.lines.append((step, dict(scalars)))
+        self.last = at
 
     def close(self) -> None:
         self.closed = True
@@ -46,13 +47,14 @@ def opener(sink: Recorder) -> OpenSink:
 def test_a_sink_gets_the_numbers_of_every_line() -> None:
     sink = Recorder()
     with Sinks(RUN, {"a": opener(sink)}) as opened:
-        opened.write({"step": 1, "loss": 2.5, "mfu": None, "text": "x", "is": True})
+        opened.write({"step": 1, "time": 9.5, "loss": 2.5, "mfu": None, "text": "x", "is": True})
         opened.write({"step": 2, "grad_norms": {"blocks.0": 1.0, "head": 2}})
     assert sink.lines == [
         (1, {"loss": 2.5}),
         (2, {"grad_norms/blocks.0": 1.0, "grad_norms/head": 2.0}),
     ]
     assert sink.closed
+    assert abs(sink.last - time.time()) < 600  # a line without a time was written now
 
 
 def test_a_sink_that_raises_loses_its_own_lines_only(

@@ -158,7 +158,14 @@ def add(commands: Commands) -> None:
         "--gpus", type=int, default=1, metavar="N", help="number of GPUs to plan for"
     )
 
-    for each in (engines, memory):
+    tracking = actions.add(
+        "tracking",
+        "measure what metrics and sinks cost of a step",
+        "bench tracking track.log_every=1",
+        verb=bench_tracking,
+    )
+
+    for each in (engines, memory, tracking):
         each.add_argument(
             "items", nargs="*", metavar="section.key=value", help="overrides of the measured run"
         )
@@ -246,3 +253,10 @@ def bench_memory(args: argparse.Namespace) -> None:
         from longspan.benchmarks.memory import bench_memory
 
     bench_memory(args.gpus, args.items, args.json)
+
+
+def bench_tracking(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.tracking import bench_tracking
+
+    bench_tracking(builtin_name(), args.items, args.json)

@@ -83,9 +83,15 @@ class Sinks:
 
     def write(self, line: Mapping[str, Any]) -> None:
         """Pass on a line of metrics; never waits, never raises."""
-        item = dict(flatten(line)), int(line["step"]), time.time()
+        scalars = {name: x for name, x in flatten(line) if name not in ("step", "time")}
+        item = scalars, int(line["step"]), float(line.get("time") or time.time())
         for feed in self._feeds:
             feed.put(item)
+
+    @property
+    def pending(self) -> int:
+        """Lines that wait in the queues of all sinks."""
+        return sum(feed.pending for feed in self._feeds)
 
     def __enter__(self) -> Sinks:
         return self
@@ -114,6 +120,10 @@ class _Feed:
         self._failed, self._has_failed = 0, False  # set by the thread of the sink
         self._thread = Thread(target=self._feed, name=f"longspan-{name}", daemon=True)
         self._thread.start()
+
+    @property
+    def pending(self) -> int:
+        return self._queue.qsize()
 
     def put(self, item: Item) -> None:
         try:
@@ -166,13 +176,13 @@ class _Feed:
                 _print(f"{self._name}: {reason}; training continues")
 
 
-def flatten(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a metrics line by name, except its step; those of a table as "table/key"."""
+def flatten(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a metrics line by name; those of a table as "table/key"."""
     for key, value in line.items():
         if isinstance(value, Mapping):
-            yield from flatten(value, f"{prefix}{key}/")
-        elif isinstance(value, int | float) and not isinstance(value, bool) and key != "step":
-            yield f"{prefix}{key}", float(value)
+            yield from ((f"{key}/{inner}", x) for inner, x in flatten(value))
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, float(value)
 
 
 def check_installed(names: Sequence[str]) -> None:

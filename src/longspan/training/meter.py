@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,6 +21,9 @@ from longspan.parallel.norms_by_layer import NormsByLayer
 from longspan.training.out_of_memory import optimizer_bytes, parameter_bytes
 from longspan.training.rank_stats import RankStats
 from longspan.training.state import TrainState
+
+RATES = 1000
+"""Lines over which the median throughput is taken, the last ones."""
 
 
 class Meter:
@@ -47,7 +51,7 @@ class Meter:
         self._grad_norm = torch.tensor(math.nan)
         self._line: dict[str, Any] = {}
         self._mark = self._added = time.perf_counter()
-        self._rates: list[float] = []
+        self._rates: deque[float] = deque(maxlen=RATES)
         self._save_s = 0.0
         self._held: dict[str, int] = {}
         self.last_loss: float | None = None
@@ -75,7 +79,8 @@ class Meter:
         self._mark = time.perf_counter() - state["seconds"]
         self._save_s = state["save_s"]
         if self._line:
-            self.last_loss, self._rates = self._line["loss"], [self._line[f"{self._unit}_per_s"]]
+            self.last_loss = self._line["loss"]
+            self._rates.append(self._line[f"{self._unit}_per_s"])
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -148,7 +153,7 @@ class Meter:
 
     @property
     def median_rate(self) -> float | None:
-        """Tokens or samples per second: the median over the lines, as the first may be slow."""
+        """Tokens or samples per second: the median over lines, as the first may be slow."""
         return statistics.median(self._rates) if self._rates else None
 
     @property
