@@ -57,6 +57,20 @@ def assert_rejected(
     assert tree(folder) == before
 
 
+def test_quiet_prints_results_and_errors_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = ["train", *SMALL, "train.steps=1", "track.prompt=", "-q"]
+    assert main([*run, "--run-dir", str(tmp_path / "a"), "--json"]) == 0
+    output = capsys.readouterr()
+    assert json.loads(output.out)["step"] == 1
+    assert output.err == ""
+    assert main([*run, "train.stepz=2"]) == 2
+    assert "train.stepz" in capsys.readouterr().err
+    assert main([*run[:-1], "--run-dir", str(tmp_path / "b")]) == 0
+    assert "step 1/1" in capsys.readouterr().err  # --quiet holds for its own command
+
+
 def truncate(shards: Path) -> None:
     shard = shards / "train-00000.bin"
     shard.write_bytes(shard.read_bytes()[:-1])

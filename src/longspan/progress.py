@@ -17,12 +17,29 @@ from rich.live import Live
 from rich.status import Status
 from rich.text import Text
 
+QUIET = "LONGSPAN_QUIET"
+"""Set in the environment by --quiet, also for processes that are started: no progress is shown."""
+
 
 def stderr_console(*, quiet: bool = False) -> Console:
     """Return a console on stderr, with control codes only in a terminal, whatever FORCE_COLOR."""
+    quiet = quiet or QUIET in os.environ
     return Console(
         stderr=True, highlight=False, soft_wrap=True, quiet=quiet, force_terminal=_is_terminal()
     )
+
+
+@contextmanager
+def quietly() -> Iterator[None]:
+    """Within this context, and in processes that it starts, no progress is shown."""
+    before = os.environ.get(QUIET)
+    os.environ[QUIET] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(QUIET)
+        if before is not None:
+            os.environ[QUIET] = before
 
 
 def waiting(text: str, *, quiet: bool = False) -> Status:
@@ -106,7 +123,7 @@ class Progress:
         if _is_terminal():
             self._status.update(_escape(text))
         else:
-            print(text, file=sys.stderr)
+            self._status.console.print(text, markup=False)
 
     def detail(self, text: str) -> None:
         self._status.update(_escape(f"{self._phase}: {text}"))

@@ -17,6 +17,18 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{suffix}"
 
 
+def clock(seconds: float) -> str:
+    """Return a duration as "1:05" or "2:03:04"."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def printable(text: str) -> str:
+    """A text that others wrote, for a terminal: a control character becomes a question mark."""
+    return "".join(character if character.isprintable() else "�" for character in text)
+
+
 def did_you_mean(word: str, known: Iterable[str], form: str = "{}") -> str:
     """Return "; did you mean …?" with the known word closest to a mistyped one, or nothing."""
     names = {name.casefold(): name for name in known}

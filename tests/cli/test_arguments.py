@@ -12,7 +12,7 @@ from longspan.cli import main
 from longspan.cli.arguments import build_parser, parse
 from longspan.cli.parser import WIDTH, Parser
 
-NO_RESULT = {"config schema", "init", "completion", "checkpoint rm", "_complete"}
+NO_RESULT = {"watch", "config schema", "init", "completion", "checkpoint rm", "_complete"}
 """Commands that print JSON anyway, write or print a file, or print nothing."""
 
 

@@ -13,11 +13,12 @@ import io
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 
 from longspan.cli.arguments import parse
 from longspan.cli.shared import DONE, FAILED
 from longspan.errors import Diverged, OutOfMemory, SaveFailed, Stopped, UserError
-from longspan.progress import tolerant_stderr
+from longspan.progress import quietly, tolerant_stderr
 
 WRONG_INPUT, STOPPED = 2, 3
 
@@ -34,7 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="replace")
     try:
         _check_text(vars(args))
-        args.verb(args)
+        with quietly() if getattr(args, "quiet", False) else nullcontext():
+            args.verb(args)
     except UserError as error:
         print(f"longspan: {error}", file=sys.stderr)
         return WRONG_INPUT

@@ -6,7 +6,16 @@ import argparse
 from collections.abc import Sequence
 
 from longspan import __version__
-from longspan.cli import bench, completion, inputs, profile, report, trained, training
+from longspan.cli import (
+    bench,
+    completion,
+    inputs,
+    profile,
+    report,
+    trained,
+    training,
+    watch,
+)
 from longspan.cli.parser import Parser
 
 
@@ -31,6 +40,6 @@ def build_parser() -> Parser:
     # The `deepspeed` launcher passes it; the environment holds the same value.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_commands()
-    for group in (training, profile, trained, report, inputs, bench, completion):
+    for group in (training, profile, trained, watch, report, inputs, bench, completion):
         group.add(commands)
     return parser

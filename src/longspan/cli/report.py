@@ -21,7 +21,7 @@ def add(commands: Commands) -> None:
         "report runs/first",
         "report runs/first runs/second plan.json -o compared.html",
         verb=report,
-        group="trained runs",
+        group="looking at runs",
     )
     parser.add_argument(
         "inputs",

@@ -24,6 +24,9 @@ def add_run_arguments(parser: Parser) -> None:
         "built-in run for this machine)",
     )
     parser.add_argument("--json", action="store_true", help=JSON)
+    parser.add_argument(
+        "-q", "--quiet", action="store_true", help="show no progress, only results and errors"
+    )
 
 
 def add_run_dir(parser: Parser) -> None:

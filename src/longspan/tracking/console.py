@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.table import Column
 
 from longspan.progress import stderr_console
-from longspan.wording import counted
+from longspan.wording import clock, counted
+
+WIDE = 90
+"""Columns of a terminal from which on a bar is shown too."""
 
 
 def format_metrics(metrics: Mapping[str, Any]) -> str:
@@ -35,12 +39,23 @@ class Reporter:
     def __init__(self, *, steps: int, done: int, silent: bool = False) -> None:
         self._console = stderr_console(quiet=silent)
         self._steps = steps
+        # In a narrow terminal the end of the row is cut, never the step or the time left.
+        bar = [BarColumn(bar_width=24)] if self._console.width >= WIDE else []
         self._progress = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=24),
-            TextColumn("{task.fields[row]}"),
-            TimeRemainingColumn(elapsed_when_finished=True),
+            TextColumn(
+                "step {task.completed:.0f}/{task.total:.0f}",
+                table_column=Column(no_wrap=True, min_width=len(f"step {steps}/{steps}")),
+            ),
+            *bar,
+            TextColumn(
+                "{task.fields[row]}",
+                table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1),
+            ),
+            TimeRemainingColumn(
+                elapsed_when_finished=True, table_column=Column(no_wrap=True, min_width=7)
+            ),
             console=self._console,
+            expand=not bar,
         )
         self._task: TaskID = self._progress.add_task("", total=steps, completed=done, row="")
 
@@ -69,10 +84,4 @@ class Reporter:
         if self._console.is_terminal:
             self._progress.update(self._task, row=row)
         else:
-            self.print(f"step {metrics['step']}/{self._steps}  {row}  ETA {_clock(seconds_left)}")
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+            self.print(f"step {metrics['step']}/{self._steps}  {row}  ETA {clock(seconds_left)}")
