@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,9 @@ import pytest
 
 from longspan.errors import UserError
 from longspan.reporting.charts import binned, draw
-from longspan.reporting.data import Metrics, read_input, read_run
+from longspan.reporting.data import Metrics, RunData, read_input, read_run
 from longspan.reporting.pictures import Span, duration, spans
-from longspan.reporting.sections import differences
+from longspan.reporting.sections import differences, ranks
 from longspan.tracking import goodput, read_metrics
 from tests.reporting.runs import history, metrics, write_lines, write_run
 
@@ -121,12 +122,40 @@ def test_long_curves_are_binned_and_short_ones_are_not(tmp_path: Path) -> None:
 
 
 def test_a_metric_without_a_place_gets_a_chart_of_its_own() -> None:
-    line = {"step": 1, "grad_norms": {"embedding": 1.0, "blocks": 2.0}, "power_w": 300}
-    from longspan.reporting.data import RunData
-
+    line = {"step": 1, "grad_norms": {"embedding": 1.0, "blocks.0": 2.0}, "my_number": 300}
     charts = draw([RunData(Path("run"), Metrics([line, {**line, "step": 2}]))]).charts
     found = {chart["title"]: [s["label"] for s in chart["series"]] for chart in charts}
-    assert found == {"Grad norms": ["embedding", "blocks"], "Power w": ["power w"]}
+    assert found == {
+        "Gradient norm of each layer": ["embedding", "blocks.0"],
+        "My number": ["my number"],
+    }
+
+
+def test_the_spread_over_ranks_is_the_band_and_the_slow_rank_is_named(tmp_path: Path) -> None:
+    lines = [
+        {
+            "step": step,
+            "loss": 1.0,
+            "step_time_s": 2.0,
+            "step_time_s_min": 1.0,
+            "step_time_s_max": 3.0 + step,
+            **({"slowest_rank": 5, "slowest_in": "data"} if step > 2 else {}),
+        }
+        for step in (1, 2, 3, 4)
+    ]
+    start = {"time": 1.0, "event": "start", "step": 0, "ranks": 8}
+    run = RunData(Path("run"), Metrics(lines), [{**start, "lost_steps": 0, "blocked_s": 0}])
+    charts = {chart["id"]: chart for chart in draw([run]).charts}
+    (series,) = charts["times"]["series"]
+    assert (series["low"], series["y"], series["high"]) == ([1] * 4, [2] * 4, [4, 5, 6, 7])
+    assert charts["slowest"]["series"][0]["y"] == [5, 5]
+    assert not [name for name in charts if name.startswith("other")]
+    text = re.sub("<[^>]+>", " ", ranks(run) or "").split()
+    assert " ".join(text) == (
+        "Ranks that made steps much longer by themselves, on 4 lines: rank slow in lines "
+        "rank 5 data 2 "
+        "In the charts a line is the mean over ranks, a band their minimum and maximum."
+    )
 
 
 def test_the_spans_of_a_run_that_failed_and_was_resumed() -> None:
@@ -146,6 +175,8 @@ def test_the_spans_of_a_run_that_failed_and_was_resumed() -> None:
         Span("off", 90, 100),
         Span("running", 100, 130),
     ]
+    killed = [event for event in events if event["event"] != "failure"]
+    assert spans(killed, 130.0)[:2] == [Span("running", 0, 60), Span("down", 60, 70)]
     assert [duration(s) for s in (4.23, 200, 18_720, 273_600)] == [
         "4.2 s",
         "3 min 20 s",

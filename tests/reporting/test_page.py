@@ -237,6 +237,43 @@ def test_a_dark_page_on_a_phone(tmp_path: Path) -> None:
     assert shown.errors == []
 
 
+CONTROLS = """
+    const root = document.documentElement, seen = [];
+    const loss = document.getElementById("chart-loss");
+    const press = (key) => loss.dispatchEvent(new KeyboardEvent("keydown", { key }));
+    const note = () => seen.push(loss.querySelector(".where").textContent + " | " +
+      [...loss.querySelectorAll(".value")].map((v) => v.textContent).join(" "));
+    press("Home"); note(); press("ArrowRight"); note(); press("Escape"); note();
+    document.querySelector("[value=tokens]").click();
+    document.querySelectorAll("[type=checkbox]").forEach((box) => box.click());
+    const slider = document.getElementById("smoothing");
+    slider.value = 90;
+    slider.dispatchEvent(new Event("input"));
+    document.querySelector("[value=dark]").click();
+    press("End"); note();
+    loss.querySelector("button").click();
+    root.dataset.hidden = loss.querySelectorAll("[aria-pressed=false]").length;
+    root.dataset.seen = seen.join(" ; ");
+"""
+
+
+@needs_chromium
+def test_the_controls_and_the_keyboard(tmp_path: Path) -> None:
+    lines = [
+        {"step": step, "tokens": 1024 * step, "loss": loss, "tokens_per_s": 10.0}
+        for step, loss in ((1, 8.0), (2, 4.0), (3, None), (4, 1.0))
+    ]
+    page = tmp_path / "page.html"
+    text = render([read_run(write_run(tmp_path / "run", lines))])
+    text = text.replace("Content-Security-Policy", "none")
+    page.write_text(f"{text}<script>setTimeout(() => {{ {CONTROLS} }}, 3000)</script>")
+    shown = show(page, tmp_path)
+    assert shown.attribute("data-seen") == ["steps 1 | 8 ; steps 2 | 4 ;  | 1 ; tokens 4,096 | 1"]
+    assert shown.attribute("data-hidden") == ["1"]
+    assert shown.pixels("#14171a") > 100_000
+    assert shown.errors == []
+
+
 @needs_chromium
 def test_a_live_page_shows_what_comes_later(tmp_path: Path) -> None:
     before = read_run(write_run(tmp_path / "run", metrics(20), ONE_START[:1]))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,7 @@ class Chart:
 
 
 LOSS = {"loss": "training", "validation_loss": "validation", "baseline_loss": "baseline"}
-STYLES = {"validation_loss": "points", "baseline_loss": "dotted", "planned": "dotted"}
+STYLES = {"validation_loss": "points", "baseline_loss": "dotted", "slowest_rank": "dots"}
 CHARTS = [
     Chart("loss", "Loss", "nats per token", LOSS),
     Chart(
@@ -56,9 +56,29 @@ CHARTS = [
     Chart("grad_norm", "Gradient norm", "before clipping", {"grad_norm": "gradient norm"}),
     Chart("lr", "Learning rate", "", {"lr": "learning rate"}, is_smoothed=False),
 ]
-MEMORY = Chart(
-    "memory", "Memory per device", "GiB", {"memory_bytes": "peak"}, scale=1 / GIB, is_smoothed=False
-)
+MEMORY = {
+    "memory_bytes": "peak",
+    "memory_reserved_bytes": "reserved",
+    "memory_allocated_bytes": "allocated",
+    "memory_optimizer_bytes": "optimizer state",
+    "memory_parameters_bytes": "parameters",
+}
+TIMES = {"step_time_s": "step", "data_wait_s": "of which waiting for data"}
+SKEW = {
+    "data_wait_s": "Data wait",
+    "forward_time_s": "Forward pass",
+    "matmul_time_s": "Matrix product",
+}
+"""Times that a rank spends on its own, of which there are mean, minimum and maximum over ranks."""
+TITLES = {
+    "grad_norms": "Gradient norm of each layer",
+    "param_norms": "Parameter norm of each layer",
+    "gpu_utilization": "GPU utilization",
+    "gpu_temperature_c": "GPU temperature",
+    "gpu_power_w": "GPU power",
+    "save_s": "Training blocked by saves",
+}
+UNITS = {"gpu_utilization": "%", "gpu_temperature_c": "°C", "gpu_power_w": "W"}
 NOT_CHARTED = {"time", "tokens", "samples", "goodput", "productive_s", "wall_s", "restarts"}
 NOT_CHARTED |= {"recoveries", "lost_steps", "blocked_s", "optimal_interval_s"}
 """Positions on an axis, and the summary of goodput that a run ends with."""
@@ -93,13 +113,16 @@ class Drawing:
     positions: list[dict[str, list[float | None]]] = field(default_factory=list)
     _known: dict[tuple[int, bytes], int] = field(default_factory=dict)
 
-    def add(self, chart: Chart, runs: Sequence[RunData], extra: Sequence[Any] = ()) -> None:
-        """Add a chart if a run has one of its metrics; `extra`: series that are ready."""
+    def add(self, chart: Chart, runs: Sequence[RunData | None], extra: Sequence[Any] = ()) -> None:
+        """Add a chart if a run has one of its metrics; None leaves a run out.
+
+        `extra`: series that are ready.
+        """
         series = [
             self._series(run.metrics, index, name, label, chart.scale)
             for index, run in enumerate(runs)
             for name, label in chart.curves.items()
-            if name in run.metrics
+            if run is not None and name in run.metrics
         ]
         if series:
             self.charts.append(
@@ -120,14 +143,19 @@ class Drawing:
         values = metrics.values(name) * scale
         mean, low, high = binned(values)
         per_point = math.ceil(len(values) / len(mean))
+        bounds = [metrics.values(f"{name}{end}") * scale for end in ("_min", "_max")]
+        has_bounds = all(len(bound) == len(values) for bound in bounds)
+        if has_bounds:
+            low, high = binned(bounds[0])[1], binned(bounds[1])[2]
+        has_band = has_bounds or per_point > 1
         return {
             "run": run,
             "label": label,
             "style": STYLES.get(name, "line"),
             "x": self._place(metrics, run, name),
             "y": numbers(mean),
-            "low": numbers(low) if per_point > 1 else None,
-            "high": numbers(high) if per_point > 1 else None,
+            "low": numbers(low) if has_band else None,
+            "high": numbers(high) if has_band else None,
             "per_point": per_point,
         }
 
@@ -158,21 +186,24 @@ def draw(runs: Sequence[RunData], plans: Sequence[ResultData] = ()) -> Drawing:
     drawing = Drawing()
     for chart in CHARTS:
         drawing.add(chart, runs)
-    names = list(dict.fromkeys(name for run in runs for name in run.metrics.names))
-    memory = [name for name in names if name.startswith("memory") and name != "memory_bytes"]
-    curves = MEMORY.curves | {name: _plain(name, "memory") for name in memory[:MAX_SERIES]}
-    drawing.add(
-        Chart(**{**vars(MEMORY), "curves": curves}), runs, [_planned(plan) for plan in plans]
-    )
-    skew = [name for name in names if name.startswith("step_time")]
-    times = {name: _plain(name, "step_time") for name in skew if not name.endswith("rank")}
-    drawing.add(Chart("skew", "Step time of the ranks", "seconds", times, "ranks"), runs)
-    slowest = [name for name in names if name.endswith("slowest_rank")]
-    curves = {name: "slowest rank" for name in slowest[:1]}
-    drawing.add(Chart("slowest", "Slowest rank", "rank", curves, "ranks"), runs)
+    planned = [_planned(plan) for plan in plans]
+    most = 1 if len(runs) > 1 else None  # of several runs only the first of a chart's curves
+    sizes, times = dict(list(MEMORY.items())[:most]), dict(list(TIMES.items())[:most])
+    memory = Chart("memory", "Memory per device", "GiB", sizes, scale=1 / GIB, is_smoothed=False)
+    drawing.add(memory, runs, planned)
+    drawing.add(Chart("times", "Step time", "seconds", times), runs)
+    several = [run if run.ranks > 1 else None for run in runs]
+    for name, title in SKEW.items():
+        chart = Chart(f"ranks-{name}", title, "seconds", {name: title.lower()}, "ranks")
+        drawing.add(chart, several)
+    slowest = {"slowest_rank": "slowest rank"}
+    chart = Chart("slowest", "Slowest rank", "where one makes steps longer", slowest, "ranks")
+    drawing.add(replace(chart, is_smoothed=False), several)
 
-    shown = {name for chart in [*CHARTS, MEMORY] for name in chart.curves}
-    shown |= {*memory, *skew, *slowest} | NOT_CHARTED
+    names = list(dict.fromkeys(name for run in runs for name in run.metrics.names))
+    shown = {name for chart in CHARTS for name in chart.curves} | {*MEMORY, *TIMES, *SKEW}
+    shown |= {"slowest_rank"} | NOT_CHARTED
+    shown |= {f"{name}{end}" for name in names for end in ("_min", "_max")}
     groups: dict[str, dict[str, str]] = {}
     for name in names:
         if name in shown or name.startswith("causes/"):
@@ -185,16 +216,15 @@ def draw(runs: Sequence[RunData], plans: Sequence[ResultData] = ()) -> Drawing:
         left_out = len(curves) - MAX_SERIES
         note = f"{left_out} more curves are left out" if left_out > 0 else ""
         few = dict(list(curves.items())[:MAX_SERIES])
-        title = _plain(group)
-        title = title[:1].upper() + title[1:]
-        drawing.add(Chart(f"other-{number}", title, "", few, "other", note=note), runs)
+        title = TITLES.get(group) or _plain(group)[:1].upper() + _plain(group)[1:]
+        unit = UNITS.get(group, "seconds" if group.endswith("_s") else "")
+        drawing.add(Chart(f"other-{number}", title, unit, few, "other", note=note), runs)
     return drawing
 
 
-def _plain(name: str, prefix: str = "") -> str:
-    """A metric's name in words, without a prefix that the chart's title says."""
-    text = name.removeprefix(prefix).strip("_/ ").removesuffix("_bytes").removesuffix("_s")
-    return text.replace("_", " ").replace("/", " ") or name.replace("_", " ")
+def _plain(name: str) -> str:
+    """A metric's name in words."""
+    return name.removesuffix("_s").replace("_", " ").replace("/", " ").strip() or name
 
 
 def _planned(plan: ResultData) -> dict[str, Any]:

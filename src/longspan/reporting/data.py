@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -35,7 +36,8 @@ MAX_FILE_BYTES = 16 << 20
 MAX_KEYS = 500
 """Distinct metrics of a run."""
 MAX_TEXTS = 1_000
-"""Lines with text that are kept, such as why a run was rolled back."""
+"""Texts that are kept of each name, the newest, such as why a run was rolled back."""
+MAX_TEXT_NAMES = 20
 ALIVE_S = 15.0
 """Age of a heartbeat at which its run counts as ended; a rank writes one every five seconds."""
 
@@ -51,8 +53,7 @@ class Metrics:
     def __init__(self, lines: Iterable[Mapping[str, Any] | None]) -> None:
         self.unreadable = 0
         self.has_more_keys = False
-        self.texts: list[tuple[int, str, str]] = []
-        """Step, name and text, of values that are text."""
+        self._texts: dict[str, deque[tuple[int, str]]] = {}
         steps: list[int] = []
         columns: dict[str, tuple[list[int], list[float]]] = {}
         for line in lines:
@@ -68,8 +69,9 @@ class Metrics:
                 elif name == "step":
                     continue
                 elif isinstance(value, str):
-                    if len(self.texts) < MAX_TEXTS:
-                        self.texts.append((step, name, value))
+                    if name in self._texts or len(self._texts) < MAX_TEXT_NAMES:
+                        texts = self._texts.setdefault(name, deque(maxlen=MAX_TEXTS))
+                        texts.append((step, value))
                     continue
                 elif len(columns) < MAX_KEYS:
                     rows, values = columns[name] = ([], [])
@@ -98,6 +100,10 @@ class Metrics:
     def values(self, name: str) -> Vector:
         """All values of a metric, in order of the lines; empty if there are none."""
         return self._columns[name][1] if name in self._columns else np.empty(0)
+
+    def texts(self, name: str) -> list[tuple[int, str]]:
+        """Step and text of the newest values of a metric that are text."""
+        return list(self._texts.get(name, ()))
 
     @property
     def last_step(self) -> int:
@@ -139,7 +145,7 @@ class Metrics:
     @cached_property
     def _seconds(self) -> Vector:
         """Seconds since the first line's start: by the clock, or else the sum of training time."""
-        if "time" in self._columns:
+        if self.has_clock:
             clock = self._filled("time")
             since: Vector = clock - clock[0]
             return since
@@ -156,8 +162,13 @@ class Metrics:
 
     @property
     def has_clock(self) -> bool:
-        """Whether the axis "time" is wall time, not the sum of training time."""
-        return "time" in self._columns
+        """Whether the axis "time" is wall time, not the sum of training time.
+
+        The lines of a run that an earlier version began have no time at first.
+        """
+        if "time" not in self._columns:
+            return False
+        return len(self._columns["time"][0]) >= max(len(rows) for rows, _ in self._columns.values())
 
     def _spread(self, name: str) -> Vector:
         """One value for each line, NaN where a line has none."""
@@ -189,7 +200,7 @@ def _flat(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
     for key, value in line.items():
         name = f"{prefix}{key}"
         if isinstance(value, str):
-            yield name, value[:2_000]
+            yield name, value[:500]
         elif isinstance(value, dict) and prefix.count("/") < 2:
             yield from _flat(value, f"{name}/")
         elif value is None or (isinstance(value, int | float) and not isinstance(value, bool)):

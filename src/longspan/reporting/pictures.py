@@ -36,22 +36,25 @@ class Span:
 def spans(events: Sequence[Mapping[str, Any]], now: float) -> list[Span]:
     """When a run trained, when that was lost later, and when it was down.
 
-    A start without an end or failure ended with its last event: more is not known of a killed run.
+    A start without an end or failure was killed: the steps after its last event, of which only the
+    number is known, count with its mean time per step.
     """
     found: list[Span] = []
     begin: float | None = None
-    last, is_failed, saves = 0.0, False, list[tuple[int, float]]()
+    begin_step, last, is_failed, saves = 0, 0.0, False, list[tuple[int, float]]()
     for event in events:
         name, moment = event["event"], event["time"]
         if name == "start":
             if begin is not None:
+                done = max(1, event["step"] - begin_step)
+                lost_s = event["lost_steps"] * (last - begin) / done
+                last, is_failed = min(moment, last + lost_s), True
                 found.append(Span("running", begin, last))
-                is_failed = True
             if found and moment > last:
                 found.append(Span("down" if is_failed else "off", last, moment))
             if event["lost_steps"] > 0:
                 found += _lost(saves, event["step"], found)
-            begin, is_failed = moment, False
+            begin, begin_step, is_failed = moment, event["step"], False
         elif name in ("end", "failure") and begin is not None:
             found.append(Span("running", begin, moment))
             begin, is_failed = None, name == "failure"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
@@ -143,7 +144,8 @@ def _figures(run: RunData) -> dict[str, tuple[str, str]]:
     if (mfu := _median(metrics.values("mfu"))) is not None:
         found["MFU"] = f"{mfu:.1%}", "median"
     if (memory := _max(metrics.values("memory_bytes"))) is not None:
-        found["peak memory"] = f"{memory / GIB:.3g} GiB", "on rank 0"
+        where = "on the fullest rank" if "memory_bytes_max" in metrics else "on rank 0"
+        found["peak memory"] = f"{memory / GIB:.3g} GiB", where
     if run.goodput is not None:
         found["goodput"] = f"{run.goodput.ratio:.0%}", f"of {duration(run.goodput.wall_s)}"
         found["restarts"] = f"{run.goodput.restarts:,}", _steps_lost(run)
@@ -203,11 +205,7 @@ def time_line(run: RunData) -> Html | None:
     ]
     left_out = len(run.events) - len(rows)
     more = note(f"The first {left_out:,} are left out.") if left_out else None
-    texts = [
-        tag("li", f"step {step:,}: {text}")
-        for step, name, text in run.metrics.texts
-        if name == "rolled_back"
-    ]
+    texts = [tag("li", f"step {step:,}: {text}") for step, text in run.metrics.texts("rolled_back")]
     return join(
         [
             tag("p", _capital(str(found)), "."),
@@ -267,11 +265,27 @@ def _clock(moment: float) -> str:
 def ranks(run: RunData) -> Html | None:
     if run.ranks == 1:
         return note("One process.")
-    if not any(name.startswith("step_time") for name in run.metrics.names):
+    if "step_time_s_max" not in run.metrics:
         return note(
             f"{run.ranks} ranks; the metrics of this run do not say how long each took for a step."
         )
-    return Html("")
+    lines = len(run.metrics.values("step_time_s"))
+    legend = note("In the charts a line is the mean over ranks, a band their minimum and maximum.")
+    if "slowest_rank" not in run.metrics:
+        words = f"No rank made the steps of {counted(lines, 'line')} much longer by itself."
+        return join([tag("p", words), legend])
+    causes = dict(run.metrics.texts("slowest_in"))
+    steps = run.metrics.axis("step", "slowest_rank").tolist()
+    named = Counter(
+        (int(rank), causes.get(int(step), ""))
+        for step, rank in zip(steps, run.metrics.values("slowest_rank").tolist(), strict=True)
+        if math.isfinite(rank)
+    )
+    rows: list[list[Child]] = [
+        [f"rank {rank}", cause, count] for (rank, cause), count in named.most_common(20)
+    ]
+    words = f"Ranks that made steps much longer by themselves, on {counted(lines, 'line')}:"
+    return join([tag("p", words), table(["rank", "slow in", "lines"], rows, "right"), legend])
 
 
 def layout(run: RunData) -> Html | None:
@@ -375,7 +389,7 @@ def profile(run: RunData) -> Html | None:
                 "i",
                 class_=f"part{index}",
                 style=f"width:{100 * means[part] / whole:.2f}%",
-                title=f"{text}: {1e3 * means[part]:.3g} ms, {means[part] / whole:.0%}",
+                title=f"{text}: {short_time(means[part])}, {means[part] / whole:.0%}",
             )
             for index, (part, text) in enumerate(PARTS.items())
         ]
@@ -384,7 +398,7 @@ def profile(run: RunData) -> Html | None:
                 "div",
                 tag("span", f"rank {_text(row.get('rank'))}", class_="name"),
                 tag("span", pieces, class_="meter"),
-                tag("span", f"{1e3 * whole:.3g} ms", class_="value"),
+                tag("span", short_time(whole), class_="value"),
                 class_="reach",
             )
         )
@@ -420,6 +434,10 @@ def profile(run: RunData) -> Html | None:
             tables,
         ]
     )
+
+
+def short_time(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.4g} s"
 
 
 def _texts(value: Any) -> list[str]:

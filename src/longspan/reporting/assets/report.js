@@ -185,7 +185,8 @@
       }
       if (!log_y) {
         yaxis.ticker.desired_num_ticks = 5;
-        yaxis.formatter = new Bokeh.BasicTickFormatter({ power_limit_high: 7, power_limit_low: -3 });
+        yaxis.formatter = new Bokeh.BasicTickFormatter({ use_scientific: false });
+        if (chart.series.every((s) => s.style === "dots")) yaxis.ticker.min_interval = 1;
         const top = Math.max(...chart.series.flatMap((s) => s.y).filter((y) => y != null).slice(0, 5000));
         if (top >= 10000) yaxis.formatter = new Bokeh.NumeralTickFormatter({ format: "0.[0]a" });
       }
@@ -206,15 +207,18 @@
         if (data.low) {
           parts.push(plot.varea(x, { field: "low" }, { field: "high" },
             { source, fill_color: colour, fill_alpha: 0.22 }));
-        } else if (smooths(chart, series)) {
+        }
+        if (smooths(chart, series) && series.per_point === 1) {
           parts.push(plot.line(x, { field: "y" },
             { source, line_color: colour, line_alpha: 0.3, line_width: 1 }));
         }
         const dash = { dotted: [2, 4], level: [6, 4], points: [6, 3] }[series.style] || [];
         const dashed = series.style === "points" && page.data.runs.length < 2 ? [] : dash;
-        parts.push(plot.line(x, { field: "line" },
-          { source, line_color: colour, line_width: 2, line_dash: dashed, line_join: "round" }));
-        if (series.style === "points" || (series.y.length === 1 && series.style !== "level")) {
+        if (series.style !== "dots") {
+          parts.push(plot.line(x, { field: "line" },
+            { source, line_color: colour, line_width: 2, line_dash: dashed, line_join: "round" }));
+        }
+        if (["points", "dots"].includes(series.style) || (series.y.length === 1 && series.style !== "level")) {
           parts.push(plot.scatter(x, { field: "y" },
             { source, size: 5, fill_color: colour, line_color: null }));
         }
@@ -400,7 +404,7 @@
           redraw();
         }),
         element("label", { class: "slider" }, "Smoothing", slider, shown),
-        check("log x", "log_x"), check("log y", "log_y"));
+        element("span", { class: "checks" }, check("log x", "log_x"), check("log y", "log_y")));
     }
     box.append(element("span", { class: "live", id: "live", role: "status" }),
       choice("Theme", [["auto", "auto"], ["light", "light"], ["dark", "dark"]], "auto", (theme) => {
