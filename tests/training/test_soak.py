@@ -27,7 +27,7 @@ STEPS = 5000 if IS_LONG else 150
 SAMPLES = 10
 MAX_GROWTH = 64 << 20
 """Bytes by which malloc moves anyway: it has taken 32 MiB and given back 42."""
-MAX_FILES = 5
+MAX_FILES = 20
 """Files that SQLite and MLflow may have open at the moment of a sample."""
 
 

@@ -9,18 +9,21 @@ whose segments lie inside the shards sends nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.pattern import Dense, Dilated, Pattern
+from longspan.caching import cached_up_to
 from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import all_to_all_async
 
+CACHED_BYTES = 256 << 20
+"""Of the positions, of the exchanges, and of the splits that are kept."""
 
-@lru_cache(maxsize=2048)
+
+@cached_up_to(CACHED_BYTES)
 @torch.inference_mode(False)  # cached tensors may be used in training later
 def remote_rows(
     pattern: Pattern, shards: Shards, rank: int, heads: Heads, is_causal: bool
@@ -110,7 +113,7 @@ class KVExchange:
         return flat.index_copy(1, self.unique_rows, rows.to(grad.dtype)).view(grad.shape)
 
 
-@lru_cache(maxsize=64)
+@cached_up_to(CACHED_BYTES)
 @torch.inference_mode(False)
 def plan_exchange(
     pattern: Pattern,

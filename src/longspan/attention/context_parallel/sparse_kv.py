@@ -13,20 +13,24 @@ Any other pattern or mask runs in the reference backend, on local and received r
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention.context_parallel.kv_exchange import KVExchange, plan_exchange
+from longspan.attention.context_parallel.kv_exchange import (
+    CACHED_BYTES,
+    KVExchange,
+    plan_exchange,
+)
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.custom_op import attend_branches_with_lse, branch_gradients
 from longspan.attention.mask import Mask
 from longspan.attention.merge import attend_partial, merge_partial, partial_gradients
 from longspan.attention.pattern import Dilated
 from longspan.attention.reference import reference_attention
+from longspan.caching import cached_up_to
 from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import wait
 
@@ -80,7 +84,7 @@ class DilatedSplit:
         return x.flatten(1, 2).index_copy(1, self.queries, rows.to(x.dtype)).view(x.shape)
 
 
-@lru_cache(maxsize=64)
+@cached_up_to(CACHED_BYTES)
 @torch.inference_mode(False)
 def split_dilated(
     pattern: Dilated, local: range, heads: Heads, exchange: KVExchange, device: torch.device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
 
 import torch
@@ -11,9 +10,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from longspan.attention.pattern import BlockSparse
+from longspan.caching import cached_up_to
+
+CACHED_BYTES = 256 << 20
+"""Of the indices that are kept, of either kind; one of a million tokens takes some tens of MiB."""
 
 
-@lru_cache(maxsize=32)
+@cached_up_to(CACHED_BYTES)
 def block_index(
     blocks: BlockSparse, count: int, is_causal: bool, by_key: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
@@ -59,7 +62,7 @@ class ChunkedBlockIndex:
     tiles: Tensor
 
 
-@lru_cache(maxsize=32)
+@cached_up_to(CACHED_BYTES)
 def chunked_block_index(
     blocks: BlockSparse, count: int, max_pairs: int, device: torch.device
 ) -> ChunkedBlockIndex:
