@@ -19,6 +19,7 @@ import pytest
 from rich.console import Console
 
 from longspan.cli import main
+from longspan.reporting import page_data
 from longspan.reporting.data import read_run
 from longspan.reporting.runs import list_runs
 from longspan.reporting.terminal import frame, sparkline
@@ -152,3 +153,14 @@ def read_until(terminal: int, done: Callable[[str], bool], limit_s: float = 60.0
             except OSError:  # the program has ended
                 break
     return output
+
+
+def test_the_loss_by_position_is_a_section_of_its_own(folder: Path) -> None:
+    with (folder / "done" / "metrics.jsonl").open("a") as file:
+        losses = {"0-511": 3.0, "512-1023": 1.5, "<b>-1": 2.0}
+        file.write(json.dumps({"step": 10, "loss_by_position": losses}) + "\n")
+    data = page_data([read_run(folder / "done")])
+    section = data["sections"]["positions"]["html"]
+    assert re.search(r"0 to 511.*width:100\.00%.*3\.0000.*512 to 1,023.*width:50\.00%", section)
+    assert "<b>-1" not in json.dumps(data)
+    assert not any("position" in chart["title"] for chart in data["charts"])

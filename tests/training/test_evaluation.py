@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from longspan.config import Run
 from longspan.data import collate
 from longspan.data.build import build
 from longspan.runfile import load_run
 from longspan.tracking import Reporter
-from longspan.training.evaluation import DecoderEvaluation, sample_text
+from longspan.training.evaluation import DecoderEvaluation, position_ranges, sample_text
 from longspan.training.signals import StopRequests
 from tests.harness import Ranks
 from tests.steps import CPU, open_state
@@ -95,6 +96,52 @@ def test_ranks_share_the_samples_and_find_the_loss_of_one_process(
         assert six == (pytest.approx(expected[0], rel=1e-6), passes[0])
         assert five == (pytest.approx(expected[1], rel=1e-6), passes[1])
         assert none == (None, 0)
+
+
+def evaluate_by_position(
+    rank: int, world: int, shards: str, overrides: list[str]
+) -> dict[str, float]:
+    run = run_of(world, shards, "train.eval_samples=6", *overrides)
+    with open_state(run, rank, world) as (state, data):
+        evaluation = DecoderEvaluation(
+            state.engine, data.source, run.train, CPU, state.mesh, torch.no_grad
+        )
+        return evaluation.by_position(StopRequests(None))
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (1, ["train.micro_batch=4"]),
+        (2, ["layout.zero=3", "train.micro_batch=2"]),
+        (2, ["layout.replicate=2", "layout.shard=1", "train.micro_batch=2"]),
+        (4, ["layout.sequence=2", "layout.shard=2", "train.micro_batch=2"]),
+        (4, ["layout.pipeline=2", "layout.tensor=2", "layout.shard=1", "train.micro_batch=4"]),
+    ],
+)
+def test_the_loss_by_position_is_that_of_the_logits(
+    ranks: Ranks, shards: Path, world: int, layout: list[str]
+) -> None:
+    with open_state(run_of(1, str(shards))) as (state, data), torch.no_grad():
+        batch = collate(data.source.validation_samples(4))
+        logits = state.engine.model(batch.tokens).float()
+        losses = cross_entropy(logits.transpose(1, 2), batch.targets, reduction="none")
+    expected = {}
+    for first, stop in [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32), (32, 64)]:
+        targets = batch.targets[:, first:stop] >= 0
+        expected[f"{first}-{stop - 1}"] = float(losses[:, first:stop].sum() / targets.sum())
+    for found in ranks.run(evaluate_by_position, world, str(shards), layout):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("context", "ranges"),
+    [(1, [(0, 1)]), (5, [(0, 1), (1, 2), (2, 5)]), (256, [(0, 2), (2, 4), (4, 8)])],
+)
+def test_position_ranges_cover_the_context(context: int, ranges: list[tuple[int, int]]) -> None:
+    found = position_ranges(context)
+    assert found[:3] == ranges
+    assert [position for span in found for position in range(*span)] == list(range(context))
 
 
 def test_a_stop_request_cuts_the_sample_short(shards: Path) -> None:

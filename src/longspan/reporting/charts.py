@@ -206,7 +206,7 @@ def draw(runs: Sequence[RunData], plans: Sequence[ResultData] = ()) -> Drawing:
     shown |= {f"{name}{end}" for name in names for end in ("_min", "_max")}
     groups: dict[str, dict[str, str]] = {}
     for name in names:
-        if name in shown or name.startswith("causes/"):
+        if name in shown or name.startswith(("causes/", "loss_by_position/")):
             continue
         if not any(np.nan_to_num(run.metrics.values(name)).any() for run in runs):
             continue  # a count that stays 0, as that of skipped steps

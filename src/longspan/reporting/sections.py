@@ -25,6 +25,8 @@ MAX_EVENTS = 500
 MAX_ROWS = 500
 """Rows of a table."""
 NONE = "–"
+BY_POSITION = "loss_by_position/"
+"""Begins the names of the metrics that training writes for ranges of positions."""
 
 
 def sections(runs: Sequence[RunData], results: Sequence[ResultData]) -> dict[str, tuple[str, Html]]:
@@ -32,6 +34,7 @@ def sections(runs: Sequence[RunData], results: Sequence[ResultData]) -> dict[str
     found: dict[str, tuple[str, Html | None]] = {"overview": ("Overview", overview(runs))}
     found |= {"curves": ("Curves", Html(""))} if runs else {}
     found |= {
+        "positions": ("Loss by position", each(runs, loss_by_position)),
         "timeline": ("Time line and goodput", each(runs, time_line)),
         "ranks": ("Ranks", each(runs, ranks) if any(run.ranks > 1 for run in runs) else None),
         "layout": ("Layout", each(runs, layout)),
@@ -288,6 +291,37 @@ def ranks(run: RunData) -> Html | None:
     return join([tag("p", words), table(["rank", "slow in", "lines"], rows, "right"), legend])
 
 
+def loss_by_position(run: RunData) -> Html | None:
+    """The validation loss by position in the context, at the end of the run."""
+    losses = {}
+    for name in run.metrics.names:
+        first, _, last = name.removeprefix(BY_POSITION).partition("-")
+        value = run.metrics.last(name)
+        if name.startswith(BY_POSITION) and first.isdecimal() and last.isdecimal() and value:
+            losses[int(first), int(last)] = value
+    if not losses:
+        return None
+    most = max(losses.values())
+    bars = [
+        meter(f"{first:,} to {last:,}", value / most, f"{value:.4f}")
+        for (first, last), value in sorted(losses.items())
+    ]
+    unit = "Nats per token on validation samples, by the token's position in the context."
+    return join([note(unit), tag("div", bars, class_="frame")])
+
+
+def meter(name: str, share: float, value: str) -> Html:
+    """A bar of `share` of the width, between its name and its value."""
+    width = 100 * min(1.0, max(0.0, share))
+    return tag(
+        "div",
+        tag("span", name, class_="name"),
+        tag("span", tag("i", style=f"width:{width:.2f}%"), class_="meter"),
+        tag("span", value, class_="value"),
+        class_="reach",
+    )
+
+
 def layout(run: RunData) -> Html | None:
     if run.run is None:
         return note("run.toml is not a valid run file for this version, so its layout is unknown.")
@@ -310,7 +344,7 @@ def attention(run: RunData) -> Html | None:
         found = pattern_picture(file.attention, context, file.model.heads, file.model.layers)
     except (ValueError, MemoryError) as error:
         return note(f"The pattern cannot be drawn: {error}")
-    kept = f" It keeps {found.density:.3g} of the pairs of dense attention." * (
+    kept = f" It keeps {found.density:.3g} of dense attention's pairs of tokens." * (
         file.attention.kind != "dense" and math.isfinite(found.density)
     )
     branches = ""
@@ -319,17 +353,7 @@ def attention(run: RunData) -> Html | None:
         listed = ", ".join(f"{w:,}/{r}" for w, r in pairs)
         branches = f" Branches (segment length / dilation rate): {listed}."
     bars = [
-        tag(
-            "div",
-            tag("span", counted(layer + 1, "layer"), class_="name"),
-            tag(
-                "span",
-                tag("i", style=f"width:{100 * tokens / context:.2f}%"),
-                class_="meter",
-            ),
-            tag("span", f"{tokens:,}", class_="value"),
-            class_="reach",
-        )
+        meter(counted(layer + 1, "layer"), tokens / context, f"{tokens:,}")
         for layer, tokens in enumerate(found.reach)
         if layer < 4 or layer == len(found.reach) - 1 or tokens != found.reach[layer - 1]
     ][:12]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import cast
 
 import numpy as np
@@ -60,11 +61,33 @@ class DecoderEvaluation:
         """Nats per token; None if there are no samples or a stop was requested."""
         if not self.samples:
             return None
+        return self._mean(self._local, self._targets, requests)
+
+    def by_position(self, requests: StopRequests) -> dict[str, float]:
+        """The loss by position in the context, "first-last" as keys; empty as `loss` is None.
+
+        The ranges double in length, as later tokens differ less. Each takes one forward pass of
+        one micro-batch per rank, in which the targets of the others are ignored: any layout can.
+        """
+        chosen = self.samples[: self._mesh.data_ranks * self._micro_batch]
+        found = {}
+        for first, stop in position_ranges(len(chosen[0].tokens)) if chosen else ():
+            kept = [_only_targets_in(sample, first, stop) for sample in chosen]
+            if not (targets := count_targets(kept)):
+                continue
+            local = self._mesh.local_samples(pad(kept, self._mesh.data_ranks))
+            if (loss := self._mean(local, targets, requests)) is None:
+                return {}
+            found[f"{first}-{stop - 1}"] = loss
+        return found
+
+    def _mean(self, local: Sequence[Sample], targets: int, requests: StopRequests) -> float | None:
+        """The loss per target of samples, of which each rank has its own; None after a stop."""
         model = self._engine.model
         assert isinstance(model, Decoder)
         total = loss_sum(
             self._engine.inference_model,
-            self._local,
+            local,
             self._micro_batch,
             self._device,
             self._context,
@@ -74,7 +97,7 @@ class DecoderEvaluation:
         if total is None:
             return None
         # A pipeline's forward pass returns the loss on all its ranks.
-        return float(all_reduce_loss(self._mesh, total, pipeline=False)) / self._targets
+        return float(all_reduce_loss(self._mesh, total, pipeline=False)) / targets
 
     def report(
         self, loss: float | None, step: int, reporter: Reporter, metrics: MetricsFile
@@ -85,6 +108,21 @@ class DecoderEvaluation:
         line = {"step": step, "validation_loss": loss, "baseline": name, "baseline_loss": nats}
         metrics.write(line)
         reporter.print(f"step {step}  validation loss {loss:.4f}  {name} {nats:.4f}")
+
+
+def position_ranges(context: int) -> list[tuple[int, int]]:
+    """Ranges of positions, each twice as long as those before it together: [0, 1/128), …, [1/2, 1).
+
+    A short context has fewer: none is empty.
+    """
+    edges = sorted({0, *(context >> power for power in range(8))})
+    return list(pairwise(edges))
+
+
+def _only_targets_in(sample: Sample, first: int, stop: int) -> Sample:
+    targets = np.full_like(sample.targets, IGNORE_INDEX)
+    targets[first:stop] = sample.targets[first:stop]
+    return replace(sample, targets=targets)
 
 
 def pad(samples: list[Sample], multiple: int) -> list[Sample]:

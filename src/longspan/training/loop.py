@@ -303,6 +303,8 @@ def _train(
                 f"  longspan train --resume {run_dir}"
             )
         evaluation.report(validation_loss, state.step, reporter, metrics)
+        if by_position := evaluation.by_position(requests):
+            metrics.write({"step": state.step, "loss_by_position": by_position})
         sample = task.sample(
             engine, mesh, device, reporter, lambda: any(all_reduce_any(mesh, requests.stop))
         )

@@ -291,6 +291,9 @@ class ModuleEvaluation:
             )
         return float(loss_sum / count)
 
+    def by_position(self, requests: StopRequests) -> dict[str, float]:
+        return {}
+
     def report(
         self, loss: float | None, step: int, reporter: Reporter, metrics: MetricsFile
     ) -> None:

@@ -37,6 +37,10 @@ class Evaluation(Protocol):
         """Loss per target; None if there are no samples or a stop was requested."""
         ...
 
+    def by_position(self, requests: StopRequests) -> dict[str, float]:
+        """The loss by position in the context; empty where samples have none."""
+        ...
+
     def report(
         self, loss: float | None, step: int, reporter: Reporter, metrics: MetricsFile
     ) -> None: ...
