@@ -18,7 +18,9 @@ from longspan.runfile import load_run
 from longspan.tracking import MetricsFile, check_installed, open_sinks, read_metrics, sinks
 from longspan.tracking.sinks import IDS, OpenSink, SinkRun, Sinks
 from longspan.tracking.trackers import OPENERS
+from longspan.training import train
 from tests.harness import Ranks
+from tests.training.test_loop import SMALL
 
 ALL = ("tensorboard", "wandb", "mlflow", "trackio")
 RUN = SinkRun(Path("run"), "id", "project", "name", {}, 0)
@@ -161,6 +163,41 @@ def test_unknown_and_missing_sinks_are_refused_before_training(
     with pytest.raises(UserError, match="pip install wandb mlflow-skinny, or remove them"):
         check_installed(("wandb", "mlflow"))
     check_installed(())
+
+
+def test_a_run_trains_on_whatever_its_sinks_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> Recorder:
+        raise RuntimeError("server error 500")
+
+    free = threading.Event()
+    monkeypatch.setattr(sinks, "CLOSE_S", 0.3)
+    monkeypatch.setattr(sinks, "MAX_PENDING", 2)
+    broken = {
+        "tensorboard": fail,
+        "wandb": opener(Recorder(free.wait)),
+        "mlflow": opener(Recorder(fail)),
+        "trackio": opener(slow := Recorder(lambda: time.sleep(0.01))),
+    }
+    for name, kind in broken.items():
+        monkeypatch.setitem(OPENERS, name, kind)
+    options = [*SMALL, "train.steps=12", "data.source=recall", "data.recall_pairs=8"]
+    train(load_run(None, options), tmp_path / "plain")
+    capsys.readouterr()
+    train(load_run(None, [*options, f"track.sinks={list(ALL)}"]), tmp_path / "broken")
+    printed = capsys.readouterr().err
+    plain, tracked = (
+        read_metrics(tmp_path / name / "metrics.jsonl") for name in ("plain", "broken")
+    )
+    assert len(plain) == len(tracked) > 12
+    for one, other in zip(plain, tracked, strict=True):
+        assert (one["step"], one.get("loss")) == (other["step"], other.get("loss"))
+    assert slow.lines
+    assert "tensorboard: RuntimeError: server error 500; training continues" in printed
+    assert "mlflow: RuntimeError: server error 500; training continues" in printed
+    assert "wandb has not finished within 0.3 s and is left behind" in printed
+    free.set()
 
 
 LINES = [{"step": step, "loss": 1 / step, "norms": {"blocks.0": 2.0 * step}} for step in (1, 2, 3)]

@@ -147,7 +147,7 @@ class _Call:
         return Launch(block_sparse_kernels.backward_dq, grid, scalars, constants, tiles)
 
 
-_calls = lru_cache(maxsize=64)(_Call)
+_calls = lru_cache(maxsize=16)(_Call)  # each holds an index of up to 33 MiB
 
 
 class _StreamBuffers(NamedTuple):
