@@ -65,12 +65,6 @@ def hostile_results(folder: Path) -> list[Path]:
     return [folder / f"{name}<b>.json" for name in contents]
 
 
-OVERFLOW = """
-    const root = document.documentElement;
-    root.dataset.overflow = root.scrollWidth - root.clientWidth;
-"""
-
-
 class Elements(HTMLParser):
     """The elements of a page and their attributes, and the text outside scripts."""
 
@@ -212,10 +206,12 @@ def test_a_hostile_page_is_drawn_runs_nothing_and_loads_nothing(tmp_path: Path) 
 
 
 @needs_chromium
-def test_the_network_log_would_show_a_request(tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text("<img src='http://example.invalid/pixel.png'>")
-    shown = show(tmp_path / "page.html", tmp_path, height=300)
-    assert "http://example.invalid/pixel.png" in shown.requests
+def test_a_request_and_an_error_of_a_page_would_be_seen(tmp_path: Path) -> None:
+    image = "<img src='http://example.invalid/pixel.png'>"
+    (tmp_path / "page.html").write_text(f"{image}<script>undefined_name()</script>")
+    shown = show(tmp_path / "page.html", tmp_path, height=300, until="true")
+    assert shown.requests == ["http://example.invalid/pixel.png"]
+    assert "undefined_name is not defined" in "".join(shown.errors)
 
 
 @needs_chromium
@@ -225,12 +221,11 @@ def test_a_dark_page_on_a_phone(tmp_path: Path) -> None:
         for name, lr in (("first-" * 20, 0.1), ("second", 0.2))
     ]
     page = tmp_path / "page.html"
-    # Without its policy, so that a script of ours can say whether the page scrolls sideways.
-    text = render(runs).replace("Content-Security-Policy", "none")
-    page.write_text(f"{text}<script>setTimeout(() => {{ {OVERFLOW} }}, 4000)</script>")
-    shown = show(page, tmp_path, width=390, height=6000, dark=True)
-    assert shown.image.size == (390, 6000)
-    assert shown.attribute("data-overflow") == ["0"]
+    page.write_text(render(runs))
+    overflow = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    shown = show(page, tmp_path, width=390, height=8000, dark=True, script=overflow)
+    assert shown.image.size == (390, 8000)
+    assert shown.value == 0
     assert shown.pixels("#14171a") > 100_000  # the page, in dark
     assert shown.pixels("#7cb2ee") > 300  # the first run
     assert shown.pixels("#f0985a") > 300  # the second
@@ -238,7 +233,8 @@ def test_a_dark_page_on_a_phone(tmp_path: Path) -> None:
 
 
 CONTROLS = """
-    const root = document.documentElement, seen = [];
+  (() => {
+    const seen = [];
     const loss = document.getElementById("chart-loss");
     const press = (key) => loss.dispatchEvent(new KeyboardEvent("keydown", { key }));
     const note = () => seen.push(loss.querySelector(".where").textContent + " | " +
@@ -252,8 +248,8 @@ CONTROLS = """
     document.querySelector("[value=dark]").click();
     press("End"); note();
     loss.querySelector("button").click();
-    root.dataset.hidden = loss.querySelectorAll("[aria-pressed=false]").length;
-    root.dataset.seen = seen.join(" ; ");
+    return [...seen, loss.querySelectorAll("[aria-pressed=false]").length];
+  })()
 """
 
 
@@ -264,12 +260,9 @@ def test_the_controls_and_the_keyboard(tmp_path: Path) -> None:
         for step, loss in ((1, 8.0), (2, 4.0), (3, None), (4, 1.0))
     ]
     page = tmp_path / "page.html"
-    text = render([read_run(write_run(tmp_path / "run", lines))])
-    text = text.replace("Content-Security-Policy", "none")
-    page.write_text(f"{text}<script>setTimeout(() => {{ {CONTROLS} }}, 3000)</script>")
-    shown = show(page, tmp_path)
-    assert shown.attribute("data-seen") == ["steps 1 | 8 ; steps 2 | 4 ;  | 1 ; tokens 4,096 | 1"]
-    assert shown.attribute("data-hidden") == ["1"]
+    page.write_text(render([read_run(write_run(tmp_path / "run", lines))]))
+    shown = show(page, tmp_path, script=CONTROLS)
+    assert shown.value == ["steps 1 | 8", "steps 2 | 4", " | 1", "tokens 4,096 | 1", 1]
     assert shown.pixels("#14171a") > 100_000
     assert shown.errors == []
 
@@ -300,7 +293,8 @@ def test_a_live_page_shows_what_comes_later(tmp_path: Path) -> None:
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        shown = show(f"http://127.0.0.1:{server.server_port}/", tmp_path)
+        later_is_shown = "document.querySelector('#overview .badge').textContent === 'finished'"
+        shown = show(f"http://127.0.0.1:{server.server_port}/", tmp_path, until=later_is_shown)
         server.shutdown()
     overview = shown.dom.split('id="overview"')[1].split("</section>")[0]
     assert "finished" in overview

@@ -479,4 +479,5 @@
   controls();
   place_charts();
   listen();
+  if (!page.charts.size) document.documentElement.dataset.ready = "0";
 })();
