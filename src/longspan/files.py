@@ -83,7 +83,8 @@ MAX_LINE_BYTES = 1 << 20
 def json_lines(path: Path, max_bytes: int) -> Iterator[dict[str, Any] | None]:
     """Read the objects in the first `max_bytes` of a JSON Lines file that others wrote.
 
-    Yields None for a line that is no JSON object, is too long or was truncated by a crash. Raises
+    Yields None for a line that is no JSON object, is too long or nested too deep, or was truncated
+    by a crash. Raises
     OSError like `open_regular`.
     """
     with open_regular(path) as file:
@@ -92,6 +93,8 @@ def json_lines(path: Path, max_bytes: int) -> Iterator[dict[str, Any] | None]:
             left -= len(line)
             try:
                 value = json.loads(line) if line.strip() else None
+                if line.count(b"{") + line.count(b"[") > MAX_JSON_DEPTH:
+                    check_depth(value)
             except (ValueError, RecursionError):
                 value = None
             yield value if isinstance(value, dict) else None
@@ -187,7 +190,7 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
             object_pairs_hook=_unique_keys,
         )
         if isinstance(found, dict):
-            _check_depth(found, MAX_JSON_DEPTH)
+            check_depth(found)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"it is not valid JSON: {error}") from error
     if not isinstance(found, dict):
@@ -195,12 +198,14 @@ def parse_json_object(content: bytes) -> dict[str, Any]:
     return found
 
 
-def _check_depth(value: Any, left: int) -> None:
+def check_depth(value: Any, left: int = MAX_JSON_DEPTH) -> None:
+    """Raise a ValueError for dicts and lists that are nested too deep to be shown or walked."""
     if left == 0:
         raise ValueError(f"it is nested deeper than {MAX_JSON_DEPTH} levels")
-    for item in value.values() if isinstance(value, dict) else value:
-        if isinstance(item, dict | list):
-            _check_depth(item, left - 1)
+    if isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            if isinstance(item, dict | list):
+                check_depth(item, left - 1)
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

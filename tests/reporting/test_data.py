@@ -40,6 +40,9 @@ def test_a_run_is_read_as_it_was_written(tmp_path: Path) -> None:
 def test_wall_time_is_the_axis_where_lines_have_one() -> None:
     found = Metrics([{"step": 1, "loss": 3, "time": 50.0}, {"step": 2, "loss": 2, "time": 80.5}])
     assert found.axis("time", "loss").tolist() == [0, 30.5]
+    evaluated = Metrics([{"step": 1, "validation_loss": 3}, {"step": 2, "loss": 2, "time": 1e9}])
+    assert evaluated.axis("time", "validation_loss").tolist() == [0]
+    assert evaluated.axis("time", "loss").tolist() == [0]
 
 
 def test_hostile_lines_are_left_out_and_counted(tmp_path: Path) -> None:

@@ -109,6 +109,25 @@ def test_hostile_texts_make_no_element_and_no_attribute(tmp_path: Path) -> None:
     assert "onerror=" in page.text  # as text
 
 
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_deep_and_huge_values_end_no_report(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    deep = "[" * 900 + "]" * 900
+    start = '{"time": 1, "event": "start", "step": 0, "ranks": 16777216'
+    (folder / "history.jsonl").write_text(f'{start}}}\n{start}, "x": {deep}}}\n')
+    (folder / "run.toml").write_text(f"[{'.'.join('a' * 3_000)}]\nx = 1\n")
+    numbers = '"loss": 1e308, "tokens": -1e308, "tokens_per_s": 5e-324, "mfu": 1e308'
+    (folder / "metrics.jsonl").write_text(f'{{"step": 1, {numbers}}}\n{{"step": 2, {numbers}}}\n')
+    plan = {"gpus": 1, "parameters": 1, "derived": {}}
+    for number, stages in enumerate([5, [{"on_device": 10**400}]]):
+        (tmp_path / f"plan{number}.json").write_text(json.dumps({**plan, "stages": stages}))
+    run = read_run(folder)
+    assert len(run.events) == 1
+    assert any("nested deeper than 32" in problem for problem in run.problems)
+    plans = [read_input(tmp_path / f"plan{number}.json") for number in range(2)]
+    assert "1e+308" not in render([run, *plans])
+
+
 def test_the_policy_allows_these_scripts_and_no_network(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     policy, live = (

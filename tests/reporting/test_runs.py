@@ -8,6 +8,7 @@ import pty
 import re
 import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -122,10 +123,53 @@ def test_a_frame_says_what_people_look_at_first(folder: Path) -> None:
         ([float("nan")], 3, ""),
         ([], 3, ""),
         ([5, 5], 9, "▁▁"),
+        ([0, 5e-324], 2, "▁█"),
     ],
 )
 def test_sparkline(values: list[float], width: int, expected: str) -> None:
     assert sparkline(np.array(values, dtype=np.float64), width) == expected
+
+
+def test_a_frame_of_hostile_values_is_harmless(tmp_path: Path) -> None:
+    huge = write_run(tmp_path / "a\n\x1b[31mb", START, steps=10**400)
+    (huge / "heartbeats").mkdir()
+    (huge / "heartbeats" / "rank-0.json").write_text("{}")
+    lines = ['{"step": 1, "tokens": 1e300, "tokens_per_s": 1e-300, "loss": 1e308}']
+    lines += ['{"step": 2, "tokens": 9, "tokens_per_s": 1e-300, "loss": -1e308}']
+    (huge / "metrics.jsonl").write_text("\n".join(lines))
+    (huge / "env.json").write_text("{")
+    console = Console(width=72, highlight=False)
+    with console.capture() as captured:
+        console.print(frame(read_run(huge), 72))
+    text = captured.get()
+    assert "a��[31mb  running" in text
+    assert "\x1b" not in text
+    assert "is not valid JSON" in text.replace("\n", " ")  # what could not be read is said
+
+
+def test_deep_folders_and_folders_of_others_are_listed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder / "done")
+    before = list_runs(folder / "done")[0].bytes
+    for _ in range(1_100):  # deeper than Python's stack
+        os.mkdir("d")
+        os.chdir("d")
+    Path("file").write_bytes(bytes(1_000))
+    monkeypatch.chdir(folder)
+    try:
+        assert list_runs(folder / "done")[0].bytes == before + 1_000
+    finally:  # shutil, by which pytest removes folders, recurses
+        subprocess.run(["rm", "-r", str(folder / "done" / "d")], check=True)
+
+    is_allowed = os.access
+    locked = folder / "live"
+    monkeypatch.setattr(  # a mode does not keep root out
+        os, "access", lambda path, mode: path != locked and is_allowed(path, mode)
+    )
+    states = {run.name: (run.state, run.why) for run in list_runs(folder)}
+    assert states["live"] == ("unreadable", f"cannot read {locked}: permission denied")
+    assert states["done"][0] == "finished"
 
 
 def test_watching_in_a_terminal_follows_the_run_and_ends_by_ctrl_c(folder: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from pathlib import Path
 
 from longspan.cli.parser import Commands
@@ -44,7 +45,7 @@ def report(args: argparse.Namespace) -> None:
     from longspan.files import atomic_write_text
     from longspan.reporting import page_data, read_input, render
 
-    is_one_run = len(args.inputs) == 1 and args.inputs[0].is_dir()
+    is_one_run = len(args.inputs) == 1 and os.path.isdir(args.inputs[0])
     out = args.out or (args.inputs[0] / REPORT if is_one_run else Path(REPORT))
     if args.out and args.out.suffix not in (".html", ".htm"):
         raise UserError(f"-o must name a file that ends in .html, got {args.out}")

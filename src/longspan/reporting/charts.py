@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.reporting.data import Metrics, ResultData, RunData, Vector
+from longspan.reporting.data import Metrics, ResultData, RunData, Vector, as_float, rows_of
 
 MAX_POINTS = 1_000
 """Points of a curve, about the pixels of a chart's width; a longer one is binned."""
@@ -229,8 +229,7 @@ def _plain(name: str) -> str:
 
 def _planned(plan: ResultData) -> dict[str, Any]:
     """A level across the chart: what a plan says that the fullest device needs."""
-    stages = plan.content["stages"]
-    sizes = [stage.get("on_device") for stage in stages if isinstance(stage, dict)]
-    most = max((size for size in sizes if isinstance(size, int | float)), default=math.nan)
+    sizes = [as_float(stage.get("on_device")) for stage in rows_of(plan.content["stages"])]
+    most = max(filter(math.isfinite, sizes), default=math.nan)
     label = f"planned without activations ({plan.name})"
     return {"run": None, "label": label, "style": "level", "y": numbers([most / GIB])}

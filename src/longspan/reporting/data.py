@@ -7,6 +7,7 @@ and named in `problems`. Nothing here imports torch.
 from __future__ import annotations
 
 import math
+import os
 import sys
 import time
 from collections import deque
@@ -20,7 +21,7 @@ import numpy as np
 
 from longspan.config import Run
 from longspan.errors import UserError
-from longspan.files import json_lines, read_bounded, read_json_object
+from longspan.files import check_depth, json_lines, read_bounded, read_json_object
 from longspan.runfile import RUN_FILE, parse_run
 from longspan.tracking.history import HISTORY, STOP_REQUESTED, Goodput, exit_reason, goodput
 from longspan.wording import counted, shown
@@ -33,6 +34,8 @@ else:
 MAX_METRICS_BYTES = 1 << 30
 MAX_FILE_BYTES = 16 << 20
 """Size of history.jsonl and of JSON files."""
+MAX_VALUE = 1e100
+"""Size of a metric; a larger one counts as infinite, so that sums of metrics are finite."""
 MAX_KEYS = 500
 """Distinct metrics of a run."""
 MAX_TEXTS = 1_000
@@ -79,13 +82,13 @@ class Metrics:
                     self.has_more_keys = True
                     continue
                 rows.append(row)
-                values.append(value if type(value) is float else _as_float(value))
+                values.append(value if type(value) is float else as_float(value))
         self.lines = len(steps)
         self._steps = np.array(steps, dtype=np.int64)
         self._columns: dict[str, tuple[np.ndarray[Any, np.dtype[np.int64]], Vector]] = {}
         for name, (places, found) in columns.items():
             column = np.array(found, dtype=np.float64)
-            column[np.isinf(column)] = np.nan
+            column[np.abs(column) > MAX_VALUE] = np.nan
             if np.isfinite(column).any():
                 self._columns[name] = np.array(places, dtype=np.int64), column
 
@@ -146,14 +149,17 @@ class Metrics:
     def _seconds(self) -> Vector:
         """Seconds since the first line's start: by the clock, or else the sum of training time."""
         if self.has_clock:
-            clock = self._filled("time")
-            since: Vector = clock - clock[0]
-            return since
+            times = self.values("time")
+            # The first line may be an evaluation, which has no time.
+            since = self._filled("time") - times[np.isfinite(times)][0]
+            found: Vector = np.maximum(since, 0.0)
+            return found
         for unit in ("tokens", "samples"):
             if unit in self._columns and f"{unit}_per_s" in self._columns:
                 rows, done = self._columns[unit]
                 rate = self._spread(f"{unit}_per_s")[rows]
-                spent = np.diff(done, prepend=0.0) / rate
+                with np.errstate(all="ignore"):
+                    spent = np.diff(done, prepend=0.0) / rate
                 spent[~(np.isfinite(spent) & (spent > 0))] = 0.0
                 whole = np.full(self.lines, np.nan)
                 whole[rows] = spent.cumsum()
@@ -207,7 +213,7 @@ def _flat(line: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]
             yield name, value
 
 
-def _as_float(value: Any) -> float:
+def as_float(value: Any) -> float:
     """A number of a file; NaN if there is none, or if it is beyond the range of a float."""
     try:
         return float(value) if isinstance(value, int | float) else math.nan
@@ -328,15 +334,17 @@ KINDS: dict[str, set[str]] = {
 
 def read_input(path: Path) -> Input:
     """Read a run folder, or the JSON that `plan`, `bench` or `drill` printed."""
-    return read_run(path) if path.is_dir() else read_result(path)
+    return read_run(path) if os.path.isdir(path) else read_result(path)
 
 
 def read_run(folder: Path) -> RunData:
     """Read a run folder; a UserError if it is none."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError(f"expected a run folder, got {folder}: it does not exist or is a file")
+    if not os.access(folder, os.R_OK | os.X_OK):
+        raise UserError(f"cannot read {folder}: permission denied")
     names = ("metrics.jsonl", HISTORY, RUN_FILE)
-    if not any((folder / name).exists() for name in names):
+    if not any(os.path.exists(folder / name) for name in names):
         expected = ", ".join(names)
         raise UserError(f"{folder} is not a run folder: it has none of {expected}")
     problems: list[str] = []
@@ -386,6 +394,11 @@ def tables_of(content: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     }
 
 
+def rows_of(value: Any) -> list[dict[str, Any]]:
+    """The objects in a list of a file; none if it is no list."""
+    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
+
+
 def _lines(path: Path, max_bytes: int, problems: list[str]) -> Iterator[dict[str, Any] | None]:
     """The lines of a file; none, and a problem, if it cannot be read."""
     try:
@@ -407,14 +420,16 @@ def _event(line: Mapping[str, Any]) -> dict[str, Any] | None:
         return None
     event = {**line, "time": float(moment), "event": name[:100], "step": step}
     for key in ("blocked_s", "lost_steps"):
-        value = _as_float(line.get(key))
+        value = as_float(line.get(key))
         event[key] = value if 0 <= value < 1e12 else 0.0
     return event
 
 
 def _tables(path: Path, problems: list[str]) -> dict[str, Any]:
     try:
-        return tomllib.loads(read_bounded(path, MAX_FILE_BYTES).decode())
+        tables = tomllib.loads(read_bounded(path, MAX_FILE_BYTES).decode())
+        check_depth(tables)
+        return tables
     except UserError as error:
         problems.append(str(error))
     except (ValueError, RecursionError) as error:
@@ -425,7 +440,7 @@ def _tables(path: Path, problems: list[str]) -> dict[str, Any]:
 def _object(path: Path, problems: list[str]) -> dict[str, Any]:
     """A JSON object; an empty one if the file is missing, and a problem if it is not valid."""
     try:
-        return read_json_object(path, MAX_FILE_BYTES) if path.exists() else {}
+        return read_json_object(path, MAX_FILE_BYTES) if os.path.lexists(path) else {}
     except UserError as error:
         problems.append(str(error))
         return {}

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import pairwise, product
+from itertools import islice, pairwise, product
 from typing import Any
 
 from longspan.config import Attention, Run
@@ -174,7 +174,7 @@ def layout_picture(run: Run, world: int) -> Html:
         boxes = []
         for replica in range(replicas):
             first = (stage * ranks["replicate"] + replica) * per_replica
-            places = list(product(*map(range, inner)))[:MAX_RANKS]
+            places = islice(product(*map(range, inner)), MAX_RANKS)
             cells = [_cell(first + i, ranks, *place) for i, place in enumerate(places)]
             title = f"replica {replica}" if ranks["replicate"] > 1 else None
             caption = tag("div", title, class_="caption") if title else None

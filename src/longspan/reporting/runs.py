@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from longspan.errors import UserError
-from longspan.reporting.data import RunData, read_run
+from longspan.reporting.data import Metrics, RunData, read_run
 from longspan.runfile import RUN_FILE
 from longspan.tracking.history import HISTORY
 from longspan.wording import printable
@@ -64,25 +65,48 @@ def status_of(data: RunData) -> RunStatus:
 
 def list_runs(folder: Path) -> list[RunStatus]:
     """The runs in a folder, or the one that it is; those that last wrote something come first."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise UserError(f"expected a folder of runs, got {folder}: it does not exist or is a file")
-    folders = [folder] if _is_run(folder) else sorted(filter(_is_run, folder.iterdir()))
-    return sorted((status_of(read_run(each)) for each in folders), key=lambda run: -run.updated)
+    try:
+        folders = [folder] if _is_run(folder) else sorted(filter(_is_run, folder.iterdir()))
+    except OSError as error:
+        raise UserError(f"cannot read {folder}: {error.strerror}") from error
+    return sorted(map(_status, folders), key=lambda run: -run.updated)
 
 
 def _is_run(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (RUN_FILE, HISTORY, "metrics.jsonl"))
+    """Whether a folder has a file of a run, or cannot be looked into."""
+    if os.path.isdir(folder) and not os.access(folder, os.X_OK):
+        return True
+    return any(os.path.isfile(folder / name) for name in (RUN_FILE, HISTORY, "metrics.jsonl"))
+
+
+def _status(folder: Path) -> RunStatus:
+    try:
+        return status_of(read_run(folder))
+    except UserError as error:  # not ours to read, or just removed
+        nothing = RunData(folder, Metrics([]))
+        return replace(status_of(nothing), state="unreadable", why=str(error))
 
 
 def _size(folder: Path) -> int:
-    """Bytes of all files below a folder; links are not followed."""
-    total = 0
-    for parent, _, names in os.walk(folder):
+    """Bytes of all files below a folder; links are not followed. os.walk limits the depth."""
+    total, folders = 0, [str(folder)]
+    while folders:
+        try:
+            names = os.listdir(parent := folders.pop())
+        except OSError:  # a checkpoint that is being removed
+            continue
         for name in names:
+            path = os.path.join(parent, name)
             try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except OSError:  # a checkpoint that is being removed
+                status = os.lstat(path)
+            except OSError:
                 continue
+            if stat.S_ISDIR(status.st_mode):
+                folders.append(path)
+            else:
+                total += status.st_size
     return total
 
 

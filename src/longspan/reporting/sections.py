@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from longspan.errors import UserError
-from longspan.reporting.data import ResultData, RunData, tables_of
+from longspan.reporting.data import ResultData, RunData, rows_of, tables_of
 from longspan.reporting.html import Child, Html, join, table, tag
 from longspan.reporting.pictures import (
     duration,
@@ -400,10 +400,10 @@ def profile(run: RunData) -> Html | None:
             "This run was not profiled. ", tag("code", "longspan profile RUN.toml"), " does so."
         )
     findings = [tag("li", text) for text in _texts(summary.get("findings"))]
-    rows = _rows(summary.get("ranks"))
+    rows = rows_of(summary.get("ranks"))
     bars = []
     for row in rows[:MAX_ROWS]:
-        steps = _rows(row.get("steps"))
+        steps = rows_of(row.get("steps"))
         means = {part: _mean([step.get(part) for step in steps]) for part in PARTS}
         whole = sum(means.values())
         if whole <= 0:
@@ -431,7 +431,7 @@ def profile(run: RunData) -> Html | None:
     )
     tables = []
     for name, title in (("by_time", "Operators by time"), ("by_memory", "Operators by memory")):
-        operators = _rows(rows[0].get(name)) if rows else []
+        operators = rows_of(rows[0].get(name)) if rows else []
         if operators:
             listed = [
                 [
@@ -466,10 +466,6 @@ def short_time(seconds: float) -> str:
 
 def _texts(value: Any) -> list[str]:
     return [_text(item) for item in value[:50]] if isinstance(value, list) else []
-
-
-def _rows(value: Any) -> list[dict[str, Any]]:
-    return [row for row in value if isinstance(row, dict)] if isinstance(value, list) else []
 
 
 def _number(value: Any) -> float:
@@ -556,7 +552,7 @@ def plan(content: Mapping[str, Any]) -> Html:
         "parameters": content["parameters"],
         **derived,
     }
-    stages = _rows(content["stages"])
+    stages = rows_of(content["stages"])
     names = list(dict.fromkeys(name for stage in stages for name in stage))
     memory = [
         [
@@ -576,7 +572,7 @@ def plan(content: Mapping[str, Any]) -> Html:
             f"{_number(row.get('flops_per_token')) / 1e9:,.3f}",
             f"{_number(row.get('device_bytes')) / GIB:,.3f}",
         ]
-        for row in _rows(content.get("alternatives"))
+        for row in rows_of(content.get("alternatives"))
     ]
     columns = ["linear layers", "ratio", "parameters", "GFLOPs per token", "GiB per device"]
     return join(
@@ -602,7 +598,7 @@ def drill(content: Mapping[str, Any]) -> Html:
                 for name in ("ended_s", "recovered_s")
             ),
         ]
-        for row in _rows(content["outcomes"])[:MAX_ROWS]
+        for row in rows_of(content["outcomes"])[:MAX_ROWS]
     ]
     passed = content["passed"] is True
     same = "the same bytes as" if content["same_bytes"] is True else "other bytes than"

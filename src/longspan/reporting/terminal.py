@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from pathlib import Path
 
@@ -75,7 +76,9 @@ def frame(data: RunData, width: int) -> RenderableType:
         parts.append(steps)
     parts.append(_curves(data, width))
     parts.append(_events(data))
-    parts.append(Text(f"{size_text(status.bytes)} in {data.folder}", style="dim"))
+    parts += [Text(printable(problem), style="yellow") for problem in data.problems]
+    where = printable(str(data.folder))
+    parts.append(Text(f"{size_text(status.bytes)} in {where}", style="dim"))
     return Group(*parts)
 
 
@@ -104,9 +107,9 @@ def sparkline(values: Vector, width: int) -> str:
     if not finite:
         return ""
     low, high = min(finite), max(finite)
-    scale = (len(BLOCKS) - 1) / (high - low) if high > low else 0.0
+    span, top = high - low or 1.0, len(BLOCKS) - 1
     return "".join(
-        BLOCKS[round((mean - low) * scale)] if np.isfinite(mean) else " " for mean in means
+        BLOCKS[round((mean - low) / span * top)] if np.isfinite(mean) else " " for mean in means
     )
 
 
@@ -128,6 +131,10 @@ def _seconds_left(data: RunData, steps: int) -> float | None:
         return None
     unit = "tokens" if "tokens_per_s" in data.metrics else "samples"
     done, rate = data.metrics.last(unit), data.metrics.last(f"{unit}_per_s")
-    if not done or not rate:
+    if not done or not rate or done < 0 or rate < 0:
         return None
-    return max(0, steps - data.step) * done / data.metrics.last_step / rate
+    try:
+        left = max(0, steps - data.step) * done / data.metrics.last_step / rate
+    except OverflowError:
+        return None
+    return left if math.isfinite(left) else None
