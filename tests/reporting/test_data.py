@@ -12,11 +12,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from longspan.config import Attention
 from longspan.errors import UserError
 from longspan.reporting.charts import binned, draw
 from longspan.reporting.data import Metrics, RunData, read_input, read_run
-from longspan.reporting.pictures import Span, duration, spans
+from longspan.reporting.pictures import (
+    Span,
+    duration,
+    layout_picture,
+    pattern_picture,
+    spans,
+    timeline,
+)
 from longspan.reporting.sections import differences, ranks
+from longspan.runfile import load_run
 from longspan.tracking import goodput, read_metrics
 from tests.reporting.runs import history, metrics, write_lines, write_run
 
@@ -186,6 +195,21 @@ def test_the_spans_of_a_run_that_failed_and_was_resumed() -> None:
         "5 h 12 min",
         "3 d 4 h",
     ]
+
+
+def test_pictures_of_huge_runs_are_small() -> None:
+    ranks = 1 << 24
+    run = load_run(None, [f"train.global_batch={ranks}"], world=ranks)
+    layout = layout_picture(run, ranks)
+    assert layout.count("<b>rank ") == 64
+    assert f"{ranks - 64:,} more ranks" in layout
+    starts = [(2.0 * i, "start", 5, {"lost_steps": 3.0}) for i in range(30_000)]
+    saves = [(2.0 * i + 1, "save", 9, {"lost_steps": 0.0}) for i in range(30_000)]
+    line = timeline(history(*sorted([*starts, *saves])), 1e5)
+    assert line is not None
+    assert len(line) < 500_000
+    attention = Attention(kind="dense")
+    assert pattern_picture(attention, 1 << 40, 8, 2).reach == [1 << 40] * 2
 
 
 def test_only_what_differs_is_in_the_difference() -> None:

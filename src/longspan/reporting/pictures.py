@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import islice, pairwise, product
+from itertools import pairwise
 from typing import Any
 
 from longspan.config import Attention, Run
@@ -15,6 +15,10 @@ from longspan.wording import counted
 
 MAX_MARKS = 300
 """Saves that a time line shows; the table below it lists more."""
+MAX_SPANS = 1_000
+"""Stretches, the longest, that a time line shows."""
+MAX_EVENTS = 10_000
+"""Events, the newest, that a time line is drawn of."""
 MAX_RANKS = 64
 """Ranks that a layout picture shows."""
 CELLS = 64
@@ -40,42 +44,40 @@ def spans(events: Sequence[Mapping[str, Any]], now: float) -> list[Span]:
     number is known, count with its mean time per step.
     """
     found: list[Span] = []
+    running: Span | None = None
     begin: float | None = None
-    begin_step, last, is_failed, saves = 0, 0.0, False, list[tuple[int, float]]()
+    begin_step, last, is_failed = 0, 0.0, False
+    saves: list[tuple[int, float]] = []
+
+    def lost_since(step: int, start: float) -> float:
+        """When `step` was saved, or `start` if that is later; saves of later steps are void."""
+        while saves and saves[-1][0] > step:
+            saves.pop()
+        return max(saves[-1][1], start) if saves else start
+
     for event in events:
-        name, moment = event["event"], event["time"]
+        name, moment, step = event["event"], event["time"], event["step"]
         if name == "start":
             if begin is not None:
-                done = max(1, event["step"] - begin_step)
-                lost_s = event["lost_steps"] * (last - begin) / done
+                lost_s = event["lost_steps"] * (last - begin) / max(1, step - begin_step)
                 last, is_failed = min(moment, last + lost_s), True
-                found.append(Span("running", begin, last))
+                found.append(running := Span("running", begin, last))
             if found and moment > last:
                 found.append(Span("down" if is_failed else "off", last, moment))
-            if event["lost_steps"] > 0:
-                found += _lost(saves, event["step"], found)
-            begin, begin_step, is_failed = moment, event["step"], False
+            if event["lost_steps"] > 0 and running:
+                found.append(Span("lost", lost_since(step, running.start), running.stop))
+            begin, begin_step, is_failed = moment, step, False
         elif name in ("end", "failure") and begin is not None:
-            found.append(Span("running", begin, moment))
+            found.append(running := Span("running", begin, moment))
             begin, is_failed = None, name == "failure"
         elif name == "save":
-            saves.append((event["step"], moment))
+            saves.append((step, moment))
         elif name == "rollback":
-            since = max((t for step, t in saves if step <= event["step"]), default=begin or moment)
-            found.append(Span("lost", since, moment))
+            found.append(Span("lost", lost_since(step, begin or moment), moment))
         last = max(last, moment)
     if begin is not None:
         found.append(Span("running", begin, max(begin, now)))
     return found
-
-
-def _lost(saves: Sequence[tuple[int, float]], step: int, found: Sequence[Span]) -> list[Span]:
-    """What a restart at `step` repeats: from the save of that step to the end of training."""
-    running = [span for span in found if span.kind == "running"]
-    if not running:
-        return []
-    since = max((t for saved, t in saves if saved <= step), default=running[0].start)
-    return [Span("lost", max(since, running[-1].start), running[-1].stop)]
 
 
 MARKS = {"save": "save", "rollback": "rollback", "failure": "failure", "recovery": "recovery"}
@@ -83,7 +85,8 @@ MARKS = {"save": "save", "rollback": "rollback", "failure": "failure", "recovery
 
 def timeline(events: Sequence[Mapping[str, Any]], now: float) -> Html | None:
     """Bars for the stretches of a run, marks for its events."""
-    stretches = spans(events, now)
+    events = events[-MAX_EVENTS:]
+    stretches = sorted(spans(events, now), key=lambda span: span.start - span.stop)[:MAX_SPANS]
     if not stretches:
         return None
     first = min(span.start for span in stretches)
@@ -174,8 +177,8 @@ def layout_picture(run: Run, world: int) -> Html:
         boxes = []
         for replica in range(replicas):
             first = (stage * ranks["replicate"] + replica) * per_replica
-            places = islice(product(*map(range, inner)), MAX_RANKS)
-            cells = [_cell(first + i, ranks, *place) for i, place in enumerate(places)]
+            drawn = min(per_replica, MAX_RANKS)
+            cells = [_cell(first + place, ranks, place) for place in range(drawn)]
             title = f"replica {replica}" if ranks["replicate"] > 1 else None
             caption = tag("div", title, class_="caption") if title else None
             boxes.append(tag("div", caption, tag("div", cells, class_="cells"), class_="replica"))
@@ -190,7 +193,10 @@ def layout_picture(run: Run, world: int) -> Html:
     return tag("div", rows, more, class_="layout")
 
 
-def _cell(rank: int, ranks: Mapping[str, int], shard: int, sequence: int, tensor: int) -> Html:
+def _cell(rank: int, ranks: Mapping[str, int], place: int) -> Html:
+    """A rank; `place` counts the ranks of its replica and pipeline stage."""
+    place, tensor = divmod(place, ranks["tensor"])
+    shard, sequence = divmod(place, ranks["sequence"])
     places = {"shard": shard, "sequence": sequence, "tensor": tensor}
     lines = [
         tag("div", f"{axis} {place + 1}/{ranks[axis]}")
@@ -244,7 +250,7 @@ def pattern_picture(attention: Attention, context: int, heads: int, layers: int)
     """
     import torch  # a pattern is defined by tensors
 
-    from longspan.attention.pattern import BlockSparse, Dense, pattern_of, reach
+    from longspan.attention.pattern import Dense, pattern_of, reach
 
     pattern = pattern_of(attention)
     cells = min(CELLS, context)
@@ -254,10 +260,10 @@ def pattern_picture(attention: Attention, context: int, heads: int, layers: int)
     elif attention.kind == "block_sparse":
         unit = attention.block_size
     edges = [round(i * context / cells) for i in range(cells + 1)]
-    positions, owner = [], []
+    positions, owner = list[int](), list[int]()
     for cell, (start, stop) in enumerate(pairwise(edges)):
         first = -(-start // unit) * unit
-        inside = list(range(first, stop, unit)) or [min(first, stop - 1)]
+        inside = range(first, stop, unit) or range(min(first, stop - 1), stop)[:1]
         chosen = inside[:: max(1, len(inside) // SAMPLES)][:SAMPLES]
         positions += chosen
         owner += [cell] * len(chosen)
@@ -272,7 +278,7 @@ def pattern_picture(attention: Attention, context: int, heads: int, layers: int)
     most = max(max(row) for row in shade) or 1.0
     dense = Dense().pairs(context, heads, is_causal=True)
     blocks = -(-context // attention.block_size)
-    is_small = not isinstance(pattern, BlockSparse) or blocks <= 1 << 14
+    is_small = attention.kind in ("dense", "dilated") or blocks <= 1 << 13  # they are counted
     kept = pattern.pairs(context, heads, is_causal=True) if is_small else math.nan
     reaches = [reach([pattern] * n, context, heads) for n in range(1, min(layers, 64) + 1)]
     return PatternPicture(_mask_svg(shade, most), kept / dense, reaches, -(-context // cells))
