@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass
 
 from longspan.errors import UserError
+from longspan.parallel.launchers import adopt_launcher
 
 
 @dataclass(frozen=True)
@@ -23,16 +24,26 @@ class World:
 
 
 def world_of_environment() -> World:
-    """The world that torchrun or `longspan train --nproc` set up; one process by default."""
-    found = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    if found["RANK"] is None and found["WORLD_SIZE"] is None:
+    """The world that a launcher has set up; one process by default.
+
+    torchrun and `longspan train --nproc` set RANK, WORLD_SIZE and LOCAL_RANK; operators of
+    Kubernetes leave out LOCAL_RANK, and start one process per pod. `launchers` has the others.
+    """
+    adopt_launcher(os.environ)
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return World()
-    numbers = {}
-    for name, text in found.items():
+    numbers = []
+    for name, default in (("RANK", None), ("WORLD_SIZE", None), ("LOCAL_RANK", "0")):
+        text = os.environ.get(name, default)
         if text is None or not text.isdecimal():
             raise UserError(
                 f"the environment sets {name} to {text!r}; expected a number, as torchrun sets "
                 "RANK, WORLD_SIZE and LOCAL_RANK together"
             )
-        numbers[name] = int(text)
-    return World(numbers["RANK"], numbers["WORLD_SIZE"], numbers["LOCAL_RANK"])
+        numbers.append(int(text))
+    rank, size, local_rank = numbers
+    if rank >= size:
+        raise UserError(
+            f"the environment sets RANK to {rank}; expected less than WORLD_SIZE, {size}"
+        )
+    return World(rank, size, local_rank)
