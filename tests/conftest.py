@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,6 +24,12 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks()
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def trackio_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """TRACKIO_DIR for all tests: a process that has imported trackio keeps to the first one."""
+    return tmp_path_factory.mktemp("trackio")
 
 
 @pytest.fixture(autouse=True)

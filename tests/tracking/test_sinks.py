@@ -234,11 +234,11 @@ def output_of(*command: str, **environment: str) -> str:
 
 
 def test_each_tracker_reads_what_its_sink_has_written(
-    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, trackio_folder: Path
 ) -> None:
-    folder, trackio = tmp_path / "run", tmp_path / "trackio"
+    folder = tmp_path / "run"
     folder.mkdir()
-    ranks.run(feed_all, 1, str(folder), str(trackio))
+    ranks.run(feed_all, 1, str(folder), str(trackio_folder))
     ids = json.loads((folder / IDS).read_text())
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -272,6 +272,6 @@ def test_each_tracker_reads_what_its_sink_has_written(
 
     name = f"n-{ids['run']}"
     command = ["trackio", "get", "metric", "--project", "p", "--run", name, "--metric", "loss"]
-    text = output_of(*command, "--json", TRACKIO_DIR=str(trackio))
+    text = output_of(*command, "--json", TRACKIO_DIR=str(trackio_folder))
     values = json.loads(text)["values"]
     assert [(v["step"], v["value"]) for v in values] == expected

@@ -48,9 +48,9 @@ def sample(step: int) -> Sample:
     )
 
 
-def soak(rank: int, world: int, run: Run, folder: str) -> list[Sample]:
+def soak(rank: int, world: int, run: Run, folder: str, trackio: str) -> list[Sample]:
     """Train, and sample now and then, when all sinks have taken all lines."""
-    os.environ["TRACKIO_DIR"] = f"{folder}-trackio"
+    os.environ["TRACKIO_DIR"] = trackio
     found: list[Sample] = []
     opened: list[Sinks] = []
     original, open_sinks = loop.train_step, loop.open_sinks
@@ -73,11 +73,13 @@ def soak(rank: int, world: int, run: Run, folder: str) -> list[Sample]:
     return found
 
 
-def test_memory_threads_and_files_are_flat_with_every_sink_on(ranks: Ranks, tmp_path: Path) -> None:
+def test_memory_threads_and_files_are_flat_with_every_sink_on(
+    ranks: Ranks, tmp_path: Path, trackio_folder: Path
+) -> None:
     sinks = f"track.sinks={list(ALL)}"
     options = [f"train.steps={STEPS}", "checkpoint.every=0", "track.per_layer_norms=true", sinks]
     run = load_run(None, [*SMALL, *options])
-    (found,) = ranks.run(soak, 1, run, str(tmp_path / "run"))
+    (found,) = ranks.run(soak, 1, run, str(tmp_path / "run"), str(trackio_folder))
     for line in found:
         print(f"{line.step:>6} steps  {line.rss / 2**20:8.1f} MiB  {line[2:]}")
     assert len(found) == SAMPLES - 1

@@ -61,6 +61,9 @@ class Wandb:
             os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # which would use the network
         import wandb
 
+        # wandb names a start's folder by its second; another start in that second would replace it.
+        while list(run.folder.glob(f"wandb/*{time.strftime('%Y%m%d_%H%M%S')}-{run.id}")):
+            time.sleep(0.1)
         self._run = wandb.init(
             project=run.project,
             name=run.name,
