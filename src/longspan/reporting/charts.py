@@ -218,7 +218,8 @@ def draw(runs: Sequence[RunData], plans: Sequence[ResultData] = ()) -> Drawing:
         few = dict(list(curves.items())[:MAX_SERIES])
         title = TITLES.get(group) or _plain(group)[:1].upper() + _plain(group)[1:]
         unit = UNITS.get(group, "seconds" if group.endswith("_s") else "")
-        drawing.add(Chart(f"other-{number}", title, unit, few, "other", note=note), runs)
+        chart = Chart(f"other-{number}", title, unit, few, "other", note=note)
+        drawing.add(replace(chart, is_smoothed=group != "save_s"), runs)
     return drawing
 
 

@@ -12,6 +12,9 @@ SIZES = ("tokens", "length", "size", "in_features", "ranks", "gib")
 """Columns that a benchmark varies: the first that is there is the x axis."""
 
 
+TITLES = {"both_ms": "Forward and backward pass", "forward_ms": "Forward pass", "ms": "Time"}
+
+
 def bench_charts(drawing: Drawing, content: Mapping[str, Any], section: str) -> None:
     """Add a chart for each table that has times (…_ms) at several sizes."""
     for name, rows in tables_of(content).items():
@@ -49,7 +52,7 @@ def bench_charts(drawing: Drawing, content: Mapping[str, Any], section: str) -> 
             {
                 "id": f"{section}-{name}"[:80],
                 "section": section,
-                "title": column.removesuffix("_ms").replace("_", " ").capitalize(),
+                "title": TITLES.get(column) or column.removesuffix("_ms").replace("_", " "),
                 "unit": "ms",
                 "note": "",
                 "axis": size,

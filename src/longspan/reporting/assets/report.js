@@ -103,6 +103,9 @@
     return found;
   }
 
+  // Beside the training loss of its run, which has the same colour.
+  const is_dashed = (series) =>
+    series.style === "points" && page.data.runs.length > 1 && series.run != null;
   const smooths = (chart, series) => chart.is_smoothed && series.style === "line";
   const is_log_x = (chart) => (chart.axis ? Boolean(chart.is_log) : view.log_x);
   const is_log_y = (chart) => (chart.axis ? Boolean(chart.is_log) : view.log_y);
@@ -128,8 +131,11 @@
     }
 
     colour(index) {
-      const runs = page.data.runs.length, series = this.chart.series[index];
-      const slot = runs > 1 && series.run != null ? series.run : index;
+      // By run, if each run has one curve here and perhaps others of another style.
+      const all = this.chart.series, series = all[index];
+      const lines = new Set(all.filter((s) => s.style === "line").map((s) => s.label));
+      const by_run = page.data.runs.length > 1 && series.run != null && lines.size < 2;
+      const slot = by_run ? series.run : index;
       return css(`--c${slot % COLOURS}`);
     }
 
@@ -213,7 +219,7 @@
             { source, line_color: colour, line_alpha: 0.3, line_width: 1 }));
         }
         const dash = { dotted: [2, 4], level: [6, 4], points: [6, 3] }[series.style] || [];
-        const dashed = series.style === "points" && page.data.runs.length < 2 ? [] : dash;
+        const dashed = series.style === "points" && !is_dashed(series) ? [] : dash;
         if (series.style !== "dots") {
           parts.push(plot.line(x, { field: "line" },
             { source, line_color: colour, line_width: 2, line_dash: dashed, line_join: "round" }));
@@ -252,7 +258,8 @@
       this.legend.replaceChildren(...this.chart.series.map((series, index) => {
         const value = element("span", { class: "value" }, number(last(series.y)));
         this.values.push(value);
-        const swatch = element("i", { class: `swatch ${series.style}` });
+        const style = is_dashed(series) ? "dashed" : series.style;
+        const swatch = element("i", { class: `swatch ${style}` });
         swatch.style.color = this.colour(index);
         const button = element("button",
           { type: "button", class: "key", "aria-pressed": String(!this.hidden.has(index)) },
@@ -348,6 +355,10 @@
     // Milliseconds from the start of loading until the first charts stood.
     document.documentElement.dataset.ready ||= String(Math.round(performance.now()));
   }, { rootMargin: "800px" });
+
+  addEventListener("beforeprint", () => {
+    for (const chart of page.charts.values()) if (!chart.sources) chart.draw();
+  });
 
   function redraw() {
     for (const chart of page.charts.values()) if (chart.sources) chart.draw();
@@ -475,7 +486,6 @@
     source.onerror = lost;
   }
 
-  document.body.classList.toggle("several", page.data.runs.length > 1);
   controls();
   place_charts();
   listen();
