@@ -50,6 +50,16 @@ def test_nothing_is_served_without_the_token(server: Server) -> None:
     assert get(server, f"/data?token={token}", Host=f"localhost:{server.server_port}").status == 200
 
 
+def test_an_address_that_is_none_is_refused(
+    server: Server, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as client:
+        host = f"Host: 127.0.0.1:{server.server_port}"
+        client.sendall(f"GET http://[::1 HTTP/1.1\r\n{host}\r\n\r\n".encode())
+        assert client.recv(1_000).startswith(b"HTTP/1.1 403 ")
+    assert capfd.readouterr().err == ""
+
+
 def test_it_listens_on_loopback_alone(server: Server) -> None:
     assert server.server_address[0] == "127.0.0.1"
     other = socket.socket()

@@ -16,7 +16,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs
 
 from longspan.errors import UserError
 from longspan.reporting.data import RunData, read_run
@@ -71,13 +71,13 @@ class _Handler(BaseHTTPRequestHandler):
     timeout = 60  # of a client that sends nothing
 
     def do_GET(self) -> None:
-        found = urlsplit(self.path)
-        token = parse_qs(found.query).get("token", [""])[-1]
+        path, _, query = self.path.partition("?")  # urlsplit raises for some
+        token = parse_qs(query).get("token", [""])[-1]
         if self.headers.get("Host", "") not in self._hosts():
             self._refuse(HTTPStatus.FORBIDDEN, "this server is for 127.0.0.1 alone")
         elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
             self._refuse(HTTPStatus.FORBIDDEN, "use the address that longspan watch has printed")
-        elif (handle := self._paths().get(found.path)) is None:
+        elif (handle := self._paths().get(path)) is None:
             self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
         else:
             try:
