@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 from html.parser import HTMLParser
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 
 from longspan.cli import main
+from longspan.errors import UserError
 from longspan.reporting import Live, page_data, read_input, read_run, render
 from longspan.reporting.html import script_json, tag
+from longspan.reporting.page import bokeh_scripts
 from tests.reporting.browser import needs_chromium, show
 from tests.reporting.runs import ONE_START, history, metrics, write_lines, write_run
 
@@ -166,6 +169,12 @@ def test_the_command_writes_a_page_and_prints_the_numbers(
     }.items():
         assert main(["report", *wrong]) == 2
         assert text in capsys.readouterr().err
+
+
+def test_without_bokeh_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "bokeh.resources", None)
+    with pytest.raises(UserError, match=r"pip install 'longspan\[report\]'"):
+        bokeh_scripts.__wrapped__()
 
 
 def test_the_layout_shows_what_each_rank_holds(tmp_path: Path) -> None:
