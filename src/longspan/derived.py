@@ -36,10 +36,14 @@ def batch_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
     return {
         "batch": f"{train.global_batch} = micro-batch {train.micro_batch} × gradient accumulation "
         f"{accumulation} × data-parallel {data_parallel}",
-        "learning rate": f"{train.peak_lr:g} peak, {train.schedule}, {_warmup_text(train)}",
+        "learning rate": f"{train.peak_lr:g} peak, {schedule_text(train)}",
         "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items())
         + (f", ZeRO stage {run.layout.zero}" if ranks["shard"] > 1 else ""),
     }
+
+
+def schedule_text(train: Train) -> str:
+    return f"{train.schedule}, {_warmup_text(train)}"
 
 
 def _vocab_text(run: Run) -> str:

@@ -143,6 +143,13 @@ def test_a_metric_without_a_place_gets_a_chart_of_its_own() -> None:
     }
 
 
+def test_only_a_loss_of_tokens_is_in_nats_per_token() -> None:
+    lines = [{"step": 1, "loss": 2.0, "tokens": 5}, {"step": 1, "loss": 2.0, "samples": 5}]
+    runs = [RunData(Path("run"), Metrics([line])) for line in lines]
+    assert draw(runs[:1]).charts[0]["unit"] == "nats per token"
+    assert draw(runs[1:]).charts[0]["unit"] == draw(runs).charts[0]["unit"] == ""
+
+
 def test_the_spread_over_ranks_is_the_band_and_the_slow_rank_is_named(tmp_path: Path) -> None:
     lines = [
         {

@@ -456,7 +456,7 @@ def test_whatever_can_be_moved_to_a_device_is_moved() -> None:
     assert content["text"] == "kept"
 
 
-def test_a_users_optimizer_and_schedule(tmp_path: Path) -> None:
+def test_a_users_optimizer_and_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def sgd(model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
@@ -469,6 +469,7 @@ def test_a_users_optimizer_and_schedule(tmp_path: Path) -> None:
     }
     run["train"] |= {"device": "cpu"}
     trainer(tmp_path, model=own, run=run, optimizer=sgd, schedule=lambda step: 0.5**step).train()
+    assert "learning rate  that of optimizer=, times schedule=" in capsys.readouterr().err
     optimizer = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
     batch = torch.utils.data.default_collate([Numbers()[n] for n in range(12)])
     for step in range(2):

@@ -185,6 +185,8 @@ def draw(runs: Sequence[RunData], plans: Sequence[ResultData] = ()) -> Drawing:
     """All charts of `runs`; the memory that a plan predicts is drawn beside that measured."""
     drawing = Drawing()
     for chart in CHARTS:
+        if chart.id == "loss" and any("samples" in run.metrics for run in runs):
+            chart = replace(chart, unit="")  # a user's loss has a unit of its own
         drawing.add(chart, runs)
     planned = [_planned(plan) for plan in plans]
     most = 1 if len(runs) > 1 else None  # of several runs only the first of a chart's curves

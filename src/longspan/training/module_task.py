@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 from longspan.config import Run, Train
 from longspan.data import Baseline, DatasetLoader, DatasetSource, Failure
 from longspan.data.dataset import Collate, NestedBatch
-from longspan.derived import batch_values
+from longspan.derived import batch_values, schedule_text
 from longspan.engines import Engine, MakeOptimizer
 from longspan.engines.module_pipeline import Stages
 from longspan.engines.module_spec import Loss, ModuleSpec, Wrap
@@ -214,6 +214,10 @@ class ModuleTask:
             "data": self.source.describe(),
             **batch_values(self._run, mesh.ranks),
         }
+        if self._task.optimizer or self._task.schedule:
+            peak = "that of optimizer=" if self._task.optimizer else f"{self._run.train.peak_lr:g}"
+            by_step = "times schedule=" if self._task.schedule else schedule_text(self._run.train)
+            rows["learning rate"] = f"{peak}, {by_step}"
         if self.spec.blocks:
             rows["blocks"] = f"{len(self.spec.blocks)} {', '.join(self.spec.block_classes)}"
         if self._task.optimizer:
