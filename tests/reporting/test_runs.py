@@ -22,7 +22,8 @@ from rich.console import Console
 from longspan.cli import main
 from longspan.reporting import page_data
 from longspan.reporting.data import read_run
-from longspan.reporting.runs import list_runs
+from longspan.reporting.runs import as_table, list_runs
+from longspan.reporting.sections import overview
 from longspan.reporting.terminal import frame, sparkline
 
 
@@ -87,6 +88,19 @@ def test_the_table_shows_names_and_causes_as_they_are(
     assert "\x1b" not in output
     assert "ValueError: �[31mred[/red]" in output
     assert re.search(r"done +finished +10/20 +2\.2500 +2\.5000 +100 tok/s", output)
+
+
+def test_a_loss_that_is_no_longer_finite_is_not_the_last_that_was(folder: Path) -> None:
+    with (folder / "live" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 15, "loss": null, "tokens": 1500, "tokens_per_s": 100.0}\n')
+    run = next(run for run in list_runs(folder) if run.name == "live")
+    assert (run.loss, run.is_loss_finite) == (None, False)
+    data = read_run(folder / "live")
+    console = Console(width=100, highlight=False)
+    with console.capture() as captured:
+        console.print(as_table([run], time.time()), frame(data, 100))
+    assert captured.get().count("non-finite") == 2
+    assert ">non-finite<" in str(overview([data]))
 
 
 def test_json_and_errors(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

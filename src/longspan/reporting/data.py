@@ -118,6 +118,11 @@ class Metrics:
         finite = values[np.isfinite(values)]
         return float(finite[-1]) if len(finite) else None
 
+    def has_diverged(self, name: str) -> bool:
+        """Whether the newest line with a metric has it as null: non-finite."""
+        values = self.values(name)
+        return bool(len(values) and not np.isfinite(values[-1]))
+
     def best(self, name: str) -> float | None:
         """The smallest finite value of a metric."""
         values = self.values(name)

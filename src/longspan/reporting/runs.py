@@ -33,6 +33,8 @@ class RunStatus:
     steps: int | None
     """Steps that the run is to do, None if its run file cannot be read."""
     loss: float | None
+    """The newest; None if there is none, or if it is non-finite."""
+    is_loss_finite: bool
     validation_loss: float | None
     rate: float | None
     unit: str
@@ -54,7 +56,8 @@ def status_of(data: RunData) -> RunStatus:
         why=data.state.why,
         step=data.step,
         steps=total if type(total) is int else None,
-        loss=metrics.last("loss"),
+        loss=None if metrics.has_diverged("loss") else metrics.last("loss"),
+        is_loss_finite=not metrics.has_diverged("loss"),
         validation_loss=metrics.last("validation_loss"),
         rate=metrics.last(f"{unit}_per_s"),
         unit=unit,
@@ -133,7 +136,7 @@ def cells(run: RunStatus, now: float) -> list[Text]:
         printable(run.name),
         Text(run.state, style=STATE_STYLES.get(run.state, "")),
         f"{run.step:,}/{run.steps:,}" if run.steps is not None else f"{run.step:,}",
-        number(run.loss, "{:.4f}"),
+        number(run.loss, "{:.4f}") if run.is_loss_finite else "non-finite",
         number(run.validation_loss, "{:.4f}"),
         number(run.rate, f"{{:,.0f}} {unit}"),
         size_text(run.bytes),

@@ -134,7 +134,8 @@ def _figures(run: RunData) -> dict[str, tuple[str, str]]:
     found["step"] = f"{run.step:,}", of
     if (loss := metrics.last("loss")) is not None:
         best = metrics.best("loss")
-        found["training loss"] = f"{loss:.4g}", f"lowest {best:.4g}" if best is not None else ""
+        newest = "non-finite" if metrics.has_diverged("loss") else f"{loss:.4g}"
+        found["training loss"] = newest, f"lowest {best:.4g}" if best is not None else ""
     if (loss := metrics.last("validation_loss")) is not None:
         baseline = metrics.last("baseline_loss")
         detail = f"baseline {baseline:.4g}" if baseline is not None else ""

@@ -90,9 +90,12 @@ def _curves(data: RunData, width: int) -> Table:
             continue
         values = data.metrics.values(name)
         finite = values[np.isfinite(values)]
+        # A null of another metric, such as the MFU, may also mean that it is unknown.
+        is_lost = name.endswith(("loss", "norm")) and data.metrics.has_diverged(name)
+        newest = "non-finite" if is_lost else form.format(last)
         table.add_row(
             Text(name.replace("_", " ").replace(" per s", "/s")),
-            Text(form.format(last), justify="right"),
+            Text(newest, justify="right"),
             Text(sparkline(values, room), style="cyan"),
             Text(f"{form.format(finite.min())} … {form.format(finite.max())}", style="dim"),
         )
