@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from longspan.tracking import History, exit_reason, goodput
+from longspan.tracking.history import UNKNOWN_REASON
 
 METRICS = [
     {"step": 10, "tokens": 1000, "tokens_per_s": 100.0},
@@ -30,6 +31,19 @@ def test_goodput_counts_steps_that_were_kept() -> None:
     assert found.optimal_interval_s == pytest.approx(math.sqrt(2 * 1.0 * 100.0))
     assert "goodput 30%: 30 s of 100 s" in str(found)
     assert "1 restart (1 × a hang), 4 steps lost" in str(found)
+
+
+def test_a_failure_that_was_recovered_from_has_not_ended_the_run() -> None:
+    events = [
+        {"time": 100.0, "event": "start", "step": 0},
+        {"time": 140.0, "event": "failure", "step": 14, "cause": "ValueError: of rank 1"},
+        {"time": 150.0, "event": "recovery", "step": 14, "lost_steps": 1, "seconds": 9.0},
+    ]
+    assert exit_reason(events) == UNKNOWN_REASON
+    end = {"time": 200.0, "event": "end", "step": 20, "stop_requested": False}
+    assert exit_reason([*events, end]) is None
+    failure = {"time": 160.0, "event": "failure", "step": 15, "cause": "ValueError: of rank 0"}
+    assert exit_reason([*events, failure]) == "ValueError: of rank 0"
 
 
 def test_a_recovery_is_no_restart() -> None:

@@ -52,9 +52,11 @@ class History:
 def exit_reason(events: Sequence[Mapping[str, Any]]) -> str | None:
     """Return why the last start of the run ended; None if it never started, or finished.
 
-    When one rank fails, the others report that they lost it: the first failure counts.
+    When one rank fails, the others report that they lost it: the first failure counts. One before
+    a recovery, by which the failed rank was replaced, has not ended the run.
     """
-    starts = [number for number, event in enumerate(events) if event["event"] == "start"]
+    begins = ("start", "recovery")
+    starts = [number for number, event in enumerate(events) if event["event"] in begins]
     if not starts:
         return None
     for event in events[starts[-1] :]:
