@@ -222,3 +222,9 @@ def test_the_loss_by_position_is_a_section_of_its_own(folder: Path) -> None:
     assert re.search(r"0 to 511.*width:100\.00%.*3\.0000.*512 to 1,023.*width:50\.00%", section)
     assert "<b>-1" not in json.dumps(data)
     assert not any("position" in chart["title"] for chart in data["charts"])
+
+
+def test_a_heartbeat_of_the_future_is_no_sign_of_life(folder: Path) -> None:
+    beat = folder / "live" / "heartbeats" / "rank-0.json"
+    os.utime(beat, (time.time() + 1e6, time.time() + 1e6))
+    assert read_run(folder / "live").state.name == "failed"

@@ -544,6 +544,8 @@ class Broken(Numbers):
         ({"optimizer": lambda m: torch.optim.Adafactor(m.parameters())}, "keeps row_var of shape"),
         ({"schedule": lambda step: float("nan")}, r"schedule\(0\) must return .* got nan"),
         ({"schedule": 3}, "schedule= must be a function of the step .* got 3"),
+        ({"schedule": lambda: 1.0}, "schedule= must be a function of the step"),
+        ({"wrap": -5}, "wrap= must be at least 1 parameter, got -5"),
         (
             {"schedule": float, "run": {"train": {"warmup_steps": 3}}},
             "train.warmup_steps = 3 has no effect with schedule=",

@@ -206,6 +206,8 @@ def find_blocks(model: nn.Module, wrap: Wrap) -> list[str]:
     if wrap is None:
         return []
     if isinstance(wrap, int) and not isinstance(wrap, bool):
+        if wrap < 1:
+            raise UserError(f"wrap= must be at least 1 parameter, got {wrap}")
         found = list(_by_size(model, wrap))
     else:
         matches = {item: set(_matching(model, item)) for item in _items(wrap)}

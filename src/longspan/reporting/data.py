@@ -282,7 +282,8 @@ class RunData:
         if not self.events:
             return State("not started", "history.jsonl has no event")
         cause = exit_reason(self.events)
-        is_alive = self.heartbeat is not None and self.now - self.heartbeat < ALIVE_S
+        # Clocks of machines differ a little; a heartbeat far in the future is none of ours.
+        is_alive = self.heartbeat is not None and abs(self.now - self.heartbeat) < ALIVE_S
         if cause is None:
             return State("finished")
         if cause == STOP_REQUESTED:
@@ -445,8 +446,11 @@ def _tables(path: Path, problems: list[str]) -> dict[str, Any]:
 def _object(path: Path, problems: list[str]) -> dict[str, Any]:
     """A JSON object; an empty one if the file is missing, and a problem if it is not valid."""
     try:
-        return read_json_object(path, MAX_FILE_BYTES) if os.path.lexists(path) else {}
-    except UserError as error:
+        path.lstat()
+        return read_json_object(path, MAX_FILE_BYTES)
+    except FileNotFoundError:
+        return {}
+    except (UserError, OSError) as error:
         problems.append(str(error))
         return {}
 

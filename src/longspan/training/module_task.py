@@ -309,7 +309,7 @@ class ModuleEvaluation:
 
 def _check_schedule(task: Task, train: Train) -> None:
     """Check what says how parameters are updated: [train], or the user's optimizer and schedule."""
-    if task.schedule is not None and not callable(task.schedule):
+    if task.schedule is not None and not _takes_a_step(task.schedule):
         raise UserError(
             "schedule= must be a function of the step that returns a factor of the learning rate, "
             f"such as lambda step: 0.99**step; got {task.schedule!r}"
@@ -323,6 +323,19 @@ def _check_schedule(task: Task, train: Train) -> None:
     for argument, name in replaced:
         if (value := getattr(train, name)) != getattr(defaults, name):
             raise UserError(f"train.{name} = {value} has no effect with {argument}: remove it")
+
+
+def _takes_a_step(schedule: object) -> bool:
+    """Whether `schedule` can be called with a step, as far as its signature tells."""
+    if not callable(schedule):
+        return False
+    try:
+        inspect.signature(schedule).bind(0)
+    except TypeError:
+        return False
+    except ValueError:  # of built-in functions that have none
+        pass
+    return True
 
 
 def _factor(schedule: Callable[[int], float], step: int) -> float:
