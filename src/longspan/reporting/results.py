@@ -1,4 +1,4 @@
-"""Charts of `bench` results."""
+"""Results of `plan`, `bench` and `drill`: their sections, and the charts of benchmarks."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from longspan.reporting.charts import Drawing, numbers
-from longspan.reporting.data import tables_of
+from longspan.reporting.data import rows_of, tables_of
+from longspan.reporting.html import Child, Html, join, table, tag
+from longspan.reporting.text import GIB, MAX_ROWS, NONE, capital, note, number, plain, texts
+from longspan.wording import counted
 
 SIZES = ("tokens", "length", "size", "in_features", "ranks", "gib")
 """Columns that a benchmark varies: the first that is there is the x axis."""
@@ -65,3 +68,101 @@ def bench_charts(drawing: Drawing, content: Mapping[str, Any], section: str) -> 
 def _value(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < 1e300 else None
+
+
+def plan(content: Mapping[str, Any]) -> Html:
+    derived = content["derived"] if isinstance(content["derived"], dict) else {}
+    facts: dict[str, Any] = {
+        "processes": content["gpus"],
+        "precision": content.get("precision"),
+        "parameters": content["parameters"],
+        **derived,
+    }
+    stages = rows_of(content["stages"])
+    names = list(dict.fromkeys(name for stage in stages for name in stage))
+    memory = [
+        [
+            capital(name.replace("_", " ").replace("on device", "total without activations")),
+            *(f"{number(stage.get(name)) / GIB:,.3f}" for stage in stages),
+        ]
+        for name in names
+        if any(number(stage.get(name)) for stage in stages)
+    ]
+    heads = ["GiB per device"]
+    heads += [f"pipeline rank {i}" for i in range(len(stages))] if len(stages) > 1 else [""]
+    others = [
+        [
+            plain(row.get("linear")),
+            plain(row.get("fraction")),
+            plain(row.get("parameters")),
+            f"{number(row.get('flops_per_token')) / 1e9:,.3f}",
+            f"{number(row.get('device_bytes')) / GIB:,.3f}",
+        ]
+        for row in rows_of(content.get("alternatives"))
+    ]
+    columns = ["linear layers", "ratio", "parameters", "GFLOPs per token", "GiB per device"]
+    return join(
+        [
+            table(["", ""], [[name, plain(value)] for name, value in facts.items()], "values"),
+            tag("h4", "Memory of model and optimizer"),
+            table(heads, memory, "right"),
+            tag("h4", "With other linear layers") if others else None,
+            table(columns, others, "right") if others else None,
+        ]
+    )
+
+
+def drill(content: Mapping[str, Any]) -> Html:
+    rows = [
+        [
+            plain(row.get("fault")),
+            NONE if row.get("exit_code") is None else plain(row["exit_code"]),
+            plain(row.get("at_step")),
+            plain(row.get("steps_lost")),
+            *(
+                NONE if row.get(name) is None else f"{number(row[name]):.1f}"
+                for name in ("ended_s", "recovered_s")
+            ),
+        ]
+        for row in rows_of(content["outcomes"])[:MAX_ROWS]
+    ]
+    passed = content["passed"] is True
+    same = "the same bytes as" if content["same_bytes"] is True else "other bytes than"
+    badge = tag(
+        "span",
+        "passed" if passed else "failed",
+        class_=f"badge {'finished' if passed else 'failed'}",
+    )
+    problems = [tag("li", text) for text in texts(content.get("problems"))]
+    heads = ["fault", "exit code", "at step", "steps lost", "ended in s", "resumed in s"]
+    words = f" After {counted(len(rows), 'fault')} the run has {same} the run without faults."
+    return join(
+        [
+            tag("p", badge, words),
+            tag("ul", problems, class_="problems") if problems else None,
+            table(heads, rows, "right"),
+        ]
+    )
+
+
+def bench(content: Mapping[str, Any]) -> Html:
+    parts: list[Child] = []
+    if isinstance(content.get("machine"), str):
+        parts.append(tag("p", content["machine"]))
+    if isinstance(content.get("setting"), dict):
+        listed = ", ".join(
+            f"{name.replace('_', ' ')} {plain(value)}" for name, value in content["setting"].items()
+        )
+        parts.append(note(listed))
+    for name, rows in tables_of(content).items():
+        columns = list(dict.fromkeys(column for row in rows for column in row))[:30]
+        body = [
+            [NONE if row.get(c) is None else plain(row[c]) for c in columns]
+            for row in rows[:MAX_ROWS]
+        ]
+        parts.append(tag("h4", capital(name.replace("_", " "))) if name != "rows" else None)
+        parts.append(table([c.replace("_", " ") for c in columns], body, "right"))
+    return join(parts)
+
+
+RESULTS = {"plan": plan, "drill": drill, "bench": bench}

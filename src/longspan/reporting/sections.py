@@ -9,22 +9,20 @@ from datetime import datetime, timezone
 from typing import Any
 
 from longspan.errors import UserError
-from longspan.reporting.data import ResultData, RunData, rows_of, tables_of
+from longspan.reporting.data import ResultData, RunData
 from longspan.reporting.html import Child, Html, join, table, tag
 from longspan.reporting.pictures import (
     duration,
-    key,
     layout_picture,
     pattern_picture,
     timeline,
 )
+from longspan.reporting.profile import profile
+from longspan.reporting.results import RESULTS
+from longspan.reporting.text import GIB, MAX_ROWS, NONE, capital, note, plain
 from longspan.wording import counted, toml_value
 
-GIB = 2**30
 MAX_EVENTS = 500
-MAX_ROWS = 500
-"""Rows of a table."""
-NONE = "–"
 BY_POSITION = "loss_by_position/"
 """Begins the names of the metrics that training writes for ranges of positions."""
 
@@ -66,10 +64,6 @@ def each(runs: Sequence[RunData], show: Any) -> Html | None:
         tag("div", tag("h3", ", ".join(names)), Html(body), class_="of-run")
         for body, names in parts.items()
     )
-
-
-def note(*text: Child) -> Html:
-    return tag("p", *text, class_="note")
 
 
 # The overview
@@ -212,7 +206,7 @@ def time_line(run: RunData) -> Html | None:
     texts = [tag("li", f"step {step:,}: {text}") for step, text in run.metrics.texts("rolled_back")]
     return join(
         [
-            tag("p", _capital(str(found)), "."),
+            tag("p", capital(str(found)), "."),
             picture,
             tag("ul", texts, class_="problems") if texts else None,
             tag(
@@ -231,29 +225,10 @@ def _end(run: RunData) -> float:
     return max(last, run.heartbeat or 0.0)
 
 
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]
-
-
 def _event_text(event: Mapping[str, Any]) -> str:
     known = {"time", "event", "step"}
     shown = {name: value for name, value in event.items() if name not in known and value}
-    return ", ".join(f"{name.replace('_', ' ')} {_text(value)}" for name, value in shown.items())
-
-
-def _text(value: Any) -> str:
-    """A value of a file, at most a few hundred characters."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    if isinstance(value, int):
-        return f"{value:,}" if abs(value) < 1 << 63 else "a very large number"
-    if isinstance(value, str):
-        return value[:500]
-    if isinstance(value, list):
-        return ", ".join(map(_text, value[:50]))
-    return toml_value(value)
+    return ", ".join(f"{name.replace('_', ' ')} {plain(value)}" for name, value in shown.items())
 
 
 def _clock(moment: float) -> str:
@@ -364,7 +339,7 @@ def attention(run: RunData) -> Html | None:
         "div",
         tag(
             "p",
-            f"{_capital(file.attention.kind.replace('_', ' '))} attention over "
+            f"{capital(file.attention.kind.replace('_', ' '))} attention over "
             f"{context:,} tokens.{branches}{kept}",
         ),
         tag(
@@ -382,101 +357,6 @@ def attention(run: RunData) -> Html | None:
         ),
     )
     return tag("div", tag("div", found.svg, class_="frame"), words, class_="pattern")
-
-
-# Profile
-
-PARTS = {
-    "compute_s": "compute",
-    "exposed_communication_s": "exposed communication",
-    "exposed_copy_s": "exposed copies",
-    "idle_s": "idle",
-}
-
-
-def profile(run: RunData) -> Html | None:
-    summary = run.profile
-    if not summary:
-        return note(
-            "This run was not profiled. ", tag("code", "longspan profile RUN.toml"), " does so."
-        )
-    findings = [tag("li", text) for text in _texts(summary.get("findings"))]
-    rows = rows_of(summary.get("ranks"))
-    bars = []
-    for row in rows[:MAX_ROWS]:
-        steps = rows_of(row.get("steps"))
-        means = {part: _mean([step.get(part) for step in steps]) for part in PARTS}
-        whole = sum(means.values())
-        if whole <= 0:
-            continue
-        pieces = [
-            tag(
-                "i",
-                class_=f"part{index}",
-                style=f"width:{100 * means[part] / whole:.2f}%",
-                title=f"{text}: {short_time(means[part])}, {means[part] / whole:.0%}",
-            )
-            for index, (part, text) in enumerate(PARTS.items())
-        ]
-        bars.append(
-            tag(
-                "div",
-                tag("span", f"rank {_text(row.get('rank'))}", class_="name"),
-                tag("span", pieces, class_="meter"),
-                tag("span", short_time(whole), class_="value"),
-                class_="reach",
-            )
-        )
-    legend = tag(
-        "div", [key(f"part{i}", text) for i, text in enumerate(PARTS.values())], class_="legend"
-    )
-    tables = []
-    for name, title in (("by_time", "Operators by time"), ("by_memory", "Operators by memory")):
-        operators = rows_of(rows[0].get(name)) if rows else []
-        if operators:
-            listed = [
-                [
-                    _text(op.get("name")),
-                    _text(op.get("calls")),
-                    f"{1e3 * _number(op.get('self_s')):.4g}",
-                    f"{_number(op.get('bytes')) / 2**20:.4g}",
-                ]
-                for op in operators[:20]
-            ]
-            heads = ["operator", "calls", "self time in ms", "MiB"]
-            rank = _text(rows[0].get("rank"))
-            body = table(heads, listed, "right")
-            is_open = name == "by_time"
-            tables.append(
-                tag("details", tag("summary", f"{title}, rank {rank}"), body, open=is_open)
-            )
-    return join(
-        [
-            tag("ul", findings) if findings else None,
-            tag("h4", "Mean step of each rank") if bars else None,
-            bars,
-            legend if bars else None,
-            tables,
-        ]
-    )
-
-
-def short_time(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:,.4g} s"
-
-
-def _texts(value: Any) -> list[str]:
-    return [_text(item) for item in value[:50]] if isinstance(value, list) else []
-
-
-def _number(value: Any) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < 1e300 else 0.0
-
-
-def _mean(values: Sequence[Any]) -> float:
-    found = [max(0.0, _number(value)) for value in values]
-    return sum(found) / len(found) if found else 0.0
 
 
 # Configuration and environment
@@ -529,115 +409,14 @@ def environment(runs: Sequence[RunData]) -> Html:
         values = dict(run.environment)
         command = values.get("command")
         if isinstance(command, list):
-            values["command"] = " ".join(map(_text, command[:200]))
+            values["command"] = " ".join(map(plain, command[:200]))
         packages = values.pop("packages", {})
         if isinstance(packages, dict):
             values |= packages
-        flat.append({str(name): _text(value) for name, value in values.items()})
+        flat.append({str(name): plain(value) for name, value in values.items()})
     names = list(dict.fromkeys(name for values in flat for name in values))[:MAX_ROWS]
     if not names:
         return note("There is no env.json.")
     rows = [[name, *(values.get(name, NONE) for values in flat)] for name in names]
     heads = ["", *(run.name for run in runs)] if len(runs) > 1 else ["", ""]
     return table(heads, rows, "values")
-
-
-# Results of other commands
-
-
-def plan(content: Mapping[str, Any]) -> Html:
-    derived = content["derived"] if isinstance(content["derived"], dict) else {}
-    facts: dict[str, Any] = {
-        "processes": content["gpus"],
-        "precision": content.get("precision"),
-        "parameters": content["parameters"],
-        **derived,
-    }
-    stages = rows_of(content["stages"])
-    names = list(dict.fromkeys(name for stage in stages for name in stage))
-    memory = [
-        [
-            _capital(name.replace("_", " ").replace("on device", "total without activations")),
-            *(f"{_number(stage.get(name)) / GIB:,.3f}" for stage in stages),
-        ]
-        for name in names
-        if any(_number(stage.get(name)) for stage in stages)
-    ]
-    heads = ["GiB per device"]
-    heads += [f"pipeline rank {i}" for i in range(len(stages))] if len(stages) > 1 else [""]
-    others = [
-        [
-            _text(row.get("linear")),
-            _text(row.get("fraction")),
-            _text(row.get("parameters")),
-            f"{_number(row.get('flops_per_token')) / 1e9:,.3f}",
-            f"{_number(row.get('device_bytes')) / GIB:,.3f}",
-        ]
-        for row in rows_of(content.get("alternatives"))
-    ]
-    columns = ["linear layers", "ratio", "parameters", "GFLOPs per token", "GiB per device"]
-    return join(
-        [
-            table(["", ""], [[name, _text(value)] for name, value in facts.items()], "values"),
-            tag("h4", "Memory of model and optimizer"),
-            table(heads, memory, "right"),
-            tag("h4", "With other linear layers") if others else None,
-            table(columns, others, "right") if others else None,
-        ]
-    )
-
-
-def drill(content: Mapping[str, Any]) -> Html:
-    rows = [
-        [
-            _text(row.get("fault")),
-            NONE if row.get("exit_code") is None else _text(row["exit_code"]),
-            _text(row.get("at_step")),
-            _text(row.get("steps_lost")),
-            *(
-                NONE if row.get(name) is None else f"{_number(row[name]):.1f}"
-                for name in ("ended_s", "recovered_s")
-            ),
-        ]
-        for row in rows_of(content["outcomes"])[:MAX_ROWS]
-    ]
-    passed = content["passed"] is True
-    same = "the same bytes as" if content["same_bytes"] is True else "other bytes than"
-    badge = tag(
-        "span",
-        "passed" if passed else "failed",
-        class_=f"badge {'finished' if passed else 'failed'}",
-    )
-    problems = [tag("li", text) for text in _texts(content.get("problems"))]
-    heads = ["fault", "exit code", "at step", "steps lost", "ended in s", "resumed in s"]
-    words = f" After {counted(len(rows), 'fault')} the run has {same} the run without faults."
-    return join(
-        [
-            tag("p", badge, words),
-            tag("ul", problems, class_="problems") if problems else None,
-            table(heads, rows, "right"),
-        ]
-    )
-
-
-def bench(content: Mapping[str, Any]) -> Html:
-    parts: list[Child] = []
-    if isinstance(content.get("machine"), str):
-        parts.append(tag("p", content["machine"]))
-    if isinstance(content.get("setting"), dict):
-        listed = ", ".join(
-            f"{name.replace('_', ' ')} {_text(value)}" for name, value in content["setting"].items()
-        )
-        parts.append(note(listed))
-    for name, rows in tables_of(content).items():
-        columns = list(dict.fromkeys(column for row in rows for column in row))[:30]
-        body = [
-            [NONE if row.get(c) is None else _text(row[c]) for c in columns]
-            for row in rows[:MAX_ROWS]
-        ]
-        parts.append(tag("h4", _capital(name.replace("_", " "))) if name != "rows" else None)
-        parts.append(table([c.replace("_", " ") for c in columns], body, "right"))
-    return join(parts)
-
-
-RESULTS = {"plan": plan, "drill": drill, "bench": bench}
