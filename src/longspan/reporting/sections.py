@@ -320,7 +320,7 @@ def attention(run: RunData) -> Html | None:
         found = pattern_picture(file.attention, context, file.model.heads, file.model.layers)
     except (ValueError, MemoryError) as error:
         return note(f"The pattern cannot be drawn: {error}")
-    kept = f" It keeps {found.density:.3g} of dense attention's pairs of tokens." * (
+    kept = f" It keeps {100 * found.density:.3g}% of dense attention's pairs of tokens." * (
         file.attention.kind != "dense" and math.isfinite(found.density)
     )
     branches = ""
