@@ -1,4 +1,4 @@
-"""Ranks from launchers other than torchrun; Open MPI's own starts two."""
+"""Ranks from each launcher; mpirun, deepspeed and accelerate themselves start two."""
 
 from __future__ import annotations
 
@@ -9,12 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from longspan.config import Layout
 from longspan.errors import UserError
+from longspan.faults import LAUNCHER_PID
 from longspan.loopback import STORE
+from longspan.parallel import launchers
 from longspan.parallel.launchers import adopt_launcher, first_host
+from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World, world_of_environment
 from longspan.tracking import read_metrics
+from tests.launching.test_elastic import free_port
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -120,14 +126,92 @@ def test_a_plain_pair_of_rank_and_world_size(monkeypatch: pytest.MonkeyPatch) ->
         world_of_environment()
 
 
-@pytest.mark.skipif(not shutil.which("mpirun"), reason="Open MPI is not installed")
-def test_mpirun_trains_with_two_ranks(tmp_path: Path) -> None:
-    options = ["model.hidden=32", "model.heads=2", "data.context=64", "train.steps=2"]
-    options += ["train.global_batch=2", "train.eval_samples=2", "track.prompt=", "layout.shard=2"]
-    program = [sys.executable, "-m", "longspan", "train", *options, "--run-dir", "run"]
-    mpirun = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", *program]
-    done = subprocess.run(mpirun, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "none"}, "torchrun has started 2 processes, which meet at h:1"),
+        (
+            {"TORCHELASTIC_RUN_ID": "none", "ACCELERATE_MIXED_PRECISION": "no"},
+            "accelerate launch has started 2 processes, which meet at h:1",
+        ),
+        (
+            {"CROSS_RANK": "0", "CROSS_SIZE": "1", "LOCAL_SIZE": "2"},
+            "deepspeed has started 2 processes, which meet at h:1",
+        ),
+        (SLURM, "RANK and WORLD_SIZE are set: this is rank 0 of 2 processes, which meet at h:1"),
+        ({"RANK": "1"}, ""),  # rank 0 says it
+        ({LAUNCHER_PID: "7"}, ""),  # of longspan train --nproc
+    ],
+)
+def test_rank_0_says_once_who_has_set_rank(
+    capsys: pytest.CaptureFixture[str], given: dict[str, str], said: str
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1", **given}
+    launchers._say.cache_clear()
+    for _ in range(2):
+        assert adopt_launcher(environment) is None
+    assert capsys.readouterr().err.strip() == said
+
+
+def test_what_was_translated_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    launchers._say.cache_clear()
+    environment = SLURM | {"SLURM_PROCID": "0"}
+    for _ in range(2):
+        adopt_launcher(environment)
+    said = "srun has started 8 processes, which meet at gpu07:23456\n"
+    assert capsys.readouterr().err == said
+
+
+def test_processes_that_do_not_know_where_to_meet_are_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("MASTER_ADDR", "MASTER_PORT", STORE):
+        monkeypatch.delenv(name, raising=False)
+    mesh = open_mesh(Layout(), World(0, 2, 0), torch.device("cpu"))
+    with pytest.raises(UserError, match="MASTER_ADDR and MASTER_PORT is not set: set MASTER_ADDR"):
+        mesh.__enter__()
+
+
+PROGRAM = ["train", "model.hidden=32", "model.heads=2", "model.layers=1", "data.source=recall"]
+PROGRAM += ["data.context=64", "data.recall_pairs=4", "train.steps=2", "train.global_batch=2"]
+PROGRAM += ["train.eval_samples=2", "layout.shard=2", "--run-dir", "run"]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "-m"]
+DEEPSPEED = ["deepspeed", "--num_nodes", "1", "--num_gpus", "2", "--module"]
+ACCELERATE = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--num_machines", "1"]
+ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
+
+
+@pytest.mark.parametrize("launcher", [MPIRUN, DEEPSPEED, ACCELERATE], ids=lambda words: words[0])
+def test_the_launcher_itself_trains_with_two_ranks(tmp_path: Path, launcher: list[str]) -> None:
+    bin_folder = Path(sys.executable).parent
+    path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"
+    if not shutil.which(launcher[0], path=path):
+        pytest.skip(f"{launcher[0]} is not installed")
+    port = str(free_port())
+    if launcher is not MPIRUN:  # which needs none
+        option = "--master_port" if launcher is DEEPSPEED else "--main_process_port"
+        launcher = [*launcher[:-1], option, port, launcher[-1]]
+    done = subprocess.run(
+        [*launcher, "longspan", *PROGRAM],
+        env=os.environ | {"PATH": path, "DS_ACCELERATOR": "cpu", "HF_HOME": str(tmp_path)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
-    assert "mpirun has started 2 processes, which meet through a file" in done.stderr
+    meets = "through a file" if launcher is MPIRUN else f"at 127.0.0.1:{port}"
+    said = f"{' '.join(launcher[:2]) if 'launch' in launcher else launcher[0]} has started 2 "
+    said += f"processes, which meet {meets}"
+    assert done.stderr.count(said) == 1, done.stderr
     assert "shard 2" in done.stderr
     assert [line["step"] for line in read_metrics(tmp_path / "run" / "metrics.jsonl")][-1] == 2
+
+
+def test_accelerates_one_process_on_the_cpu_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """`accelerate launch --cpu --num_processes 2` starts one process without a word."""
+    launchers._say.cache_clear()
+    assert adopt_launcher({"ACCELERATE_USE_CPU": "True", "MASTER_ADDR": "127.0.0.1"}) is None
+    assert "accelerate launch --cpu starts one process" in capsys.readouterr().err
+    assert adopt_launcher({"ACCELERATE_USE_CPU": "True"}) is None  # --num_processes 1
+    assert capsys.readouterr().err == ""

@@ -1,7 +1,8 @@
-"""Launchers other than torchrun: their environment variables, translated to torchrun's.
+"""The launcher of this process, from its environment; variables of others become torchrun's.
 
 Open MPI, MPICH and its relatives, and Slurm's srun each tell a process its rank by names of their
-own. Kubernetes gives the pods of an Indexed Job an index. Imports no torch.
+own. Kubernetes gives the pods of an Indexed Job an index. torchrun, `deepspeed` and `accelerate
+launch` set RANK and WORLD_SIZE, and so may anyone. Imports no torch.
 """
 
 from __future__ import annotations
@@ -12,14 +13,20 @@ import stat
 import tempfile
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from longspan.errors import UserError
+from longspan.faults import LAUNCHER_PID
 from longspan.loopback import STORE, loopback_only
 from longspan.progress import stderr_console
+from longspan.wording import counted
 
 FIRST_PORT, PORTS = 20_000, 12_000
 """Ports among which the job's number chooses one: below those that Linux gives to clients."""
+
+ADOPTED = "LONGSPAN_LAUNCHER"
+"""Set with the variables that were translated: the launcher's name."""
 
 
 @dataclass(frozen=True)
@@ -67,14 +74,29 @@ LAUNCHERS = (
 )
 
 
-def adopt_launcher(environment: MutableMapping[str, str]) -> str | None:
-    """Set torchrun's variables from those of another launcher, and say what was found.
+SIGNS = {
+    "accelerate launch": ("ACCELERATE_MIXED_PRECISION",),  # through torchrun
+    "torchrun": ("TORCHELASTIC_RUN_ID",),
+    "deepspeed": ("CROSS_RANK", "CROSS_SIZE", "LOCAL_SIZE"),
+}
+"""Launchers that set RANK, and what else each sets."""
 
-    Returns the launcher's name. None, and nothing is set, if there is none or it has started one
-    process, and where RANK is set: torchrun may itself be started by srun or mpirun.
+
+def adopt_launcher(environment: MutableMapping[str, str]) -> str | None:
+    """Set torchrun's variables from those of another launcher; rank 0 says once what was found.
+
+    Returns the launcher's name if its variables were translated. None, and nothing is set, if there
+    is no launcher or it has started one process, and where RANK is set: torchrun may itself be
+    started by srun or mpirun.
     """
     if "RANK" in environment:
+        _say_who_set_rank(environment)
         return None
+    if environment.get("ACCELERATE_USE_CPU") == "True" and "MASTER_ADDR" in environment:
+        _say(
+            "accelerate launch --cpu starts one process, whatever --num_processes says: for more "
+            "processes on CPUs give --multi_gpu in place of --cpu"
+        )
     for launcher in LAUNCHERS:
         if launcher.rank in environment and launcher.size in environment:
             break
@@ -84,6 +106,7 @@ def adopt_launcher(environment: MutableMapping[str, str]) -> str | None:
     if size == 1:  # as in an interactive shell of srun
         return None
     environment["RANK"], environment["WORLD_SIZE"] = str(rank), str(size)
+    environment[ADOPTED] = launcher.name
     local_rank, local_size = launcher.local_rank, launcher.local_size
     environment["LOCAL_RANK"] = environment.get(local_rank, "0") if local_rank else "0"
     if here := re.match(r"\d+", environment.get(local_size, "")):  # Slurm writes 2(x3),1
@@ -91,12 +114,36 @@ def adopt_launcher(environment: MutableMapping[str, str]) -> str | None:
     if not {"MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         _meet(environment, launcher, size)
     if rank == 0:
-        where = "through a file on this machine"
-        if STORE not in environment:
-            where = f"at {environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
-        text = f"{launcher.name} has started {size} processes, which meet {where}"
-        stderr_console().print(text, markup=False)
+        _say(f"{launcher.name} has started {size} processes, which meet {_place(environment)}")
     return launcher.name
+
+
+def _say_who_set_rank(environment: Mapping[str, str]) -> None:
+    """Name the launcher that has set RANK, on rank 0: not ours, nor one that was named before."""
+    size = environment.get("WORLD_SIZE", "")
+    is_known = LAUNCHER_PID in environment or ADOPTED in environment
+    if environment["RANK"] != "0" or is_known or not size.isdecimal():
+        return
+    signs = (name for name, names in SIGNS.items() if all(map(environment.get, names)))
+    processes = counted(int(size), "process")
+    meets = f", which meet {_place(environment)}" if int(size) > 1 else ""
+    if name := next(signs, ""):
+        _say(f"{name} has started {processes}{meets}")
+    else:
+        _say(f"RANK and WORLD_SIZE are set: this is rank 0 of {processes}{meets}")
+
+
+def _place(environment: Mapping[str, str]) -> str:
+    """Where the processes meet, in words."""
+    if STORE in environment:
+        return "through a file on this machine"
+    return f"at {environment.get('MASTER_ADDR', '?')}:{environment.get('MASTER_PORT', '?')}"
+
+
+@cache
+def _say(text: str) -> None:
+    """Print a line to stderr, once in this process."""
+    stderr_console().print(text, markup=False)
 
 
 def _meet(environment: MutableMapping[str, str], launcher: Launcher, size: int) -> None:

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
 from longspan.config import Layout
+from longspan.errors import UserError
 from longspan.loopback import STORE
 from longspan.parallel.flight_recorder import record_collectives
 from longspan.parallel.world import World
@@ -133,6 +134,12 @@ def open_mesh(
                 backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
             )
         else:
+            if missing := {"MASTER_ADDR", "MASTER_PORT"} - os.environ.keys():
+                raise UserError(
+                    f"{world.size} processes need to know where they meet, but "
+                    f"{' and '.join(sorted(missing))} is not set: set MASTER_ADDR to the host of "
+                    "rank 0, and MASTER_PORT to a free port there"
+                )
             # Each time under another prefix: the store of torchrun outlives a run, and would give
             # the next one in this process the addresses of the last.
             store, rank, size = next(rendezvous("env://", timeout=timeout))
