@@ -49,6 +49,22 @@ def atomic_folder(target: Path) -> Iterator[Path]:
         raise
 
 
+def write_new(text: str, out: Path) -> None:
+    """Write a new file that the user has named, and refuse to replace one."""
+    try:
+        file = out.open("x", encoding="utf-8")
+        try:
+            with file:
+                file.write(text)
+        except OSError:
+            out.unlink()
+            raise
+    except FileExistsError as error:
+        raise UserError(f"{out} already exists: choose another name with -o") from error
+    except OSError as error:
+        raise UserError(f"cannot write {out}: {error.strerror}") from error
+
+
 def atomic_write_text(path: Path, text: str) -> None:
     """Replace a file's text; a crash leaves either the old file or the complete new one."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")

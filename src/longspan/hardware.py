@@ -5,6 +5,7 @@ An unknown device has no peak FLOP/s; it is never guessed.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 # Dense bf16 (V100: fp16) matrix FLOP/s from the vendors' data sheets, by a part of the device name.
@@ -31,3 +32,24 @@ def may_have_gpu() -> bool:
     """
     drivers = ("nvidia*", "nvhost*", "dxg", "kfd")  # NVIDIA, Jetson, WSL, ROCm
     return any(any(Path("/dev").glob(pattern)) for pattern in drivers)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A usual machine with GPUs."""
+
+    gpus: int
+    gib: int
+    """Memory of a GPU."""
+
+
+NODES: dict[str, Node] = {
+    "v100": Node(8, 32),
+    "a100-40gb": Node(8, 40),
+    "a100": Node(8, 80),
+    "h100": Node(8, 80),
+    "h200": Node(8, 141),
+    "b200": Node(8, 180),
+    "mi300x": Node(8, 192),
+}
+"""By the name of their GPUs, as `longspan launch --hardware` takes it."""

@@ -17,6 +17,7 @@ from longspan.config import Run
 from longspan.costs import count_parameters
 from longspan.data.source import open_source
 from longspan.errors import UserError
+from longspan.files import write_new
 from longspan.runfile import SECTIONS, parse_run
 
 KEYS: dict[str, tuple[str, ...]] = {
@@ -145,18 +146,7 @@ def write(text: str, out: Path) -> None:
     """Write a new file, and refuse to replace one."""
     if out.suffix != ".toml":
         raise UserError(f"the run file must end in .toml, got {out}")
-    try:
-        file = out.open("x", encoding="utf-8")
-        try:
-            with file:
-                file.write(text)
-        except OSError:
-            out.unlink()
-            raise
-    except FileExistsError as error:
-        raise UserError(f"{out} already exists: choose another name with -o") from error
-    except OSError as error:
-        raise UserError(f"cannot write {out}: {error.strerror}") from error
+    write_new(text, out)
 
 
 def next_steps(run: Run, out: Path, machine: Machine) -> str:

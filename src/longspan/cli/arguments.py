@@ -10,6 +10,7 @@ from longspan.cli import (
     bench,
     completion,
     inputs,
+    launch,
     profile,
     report,
     trained,
@@ -40,6 +41,6 @@ def build_parser() -> Parser:
     # The `deepspeed` launcher passes it; the environment holds the same value.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_commands()
-    for group in (training, profile, trained, watch, report, inputs, bench, completion):
+    for group in (training, launch, profile, trained, watch, report, inputs, bench, completion):
         group.add(commands)
     return parser

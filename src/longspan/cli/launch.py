@@ -1,0 +1,321 @@
+"""`longspan launch`: a run as a script or manifest for a scheduler."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import re
+import shlex
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from longspan.cli.parser import Commands, Parser
+from longspan.cli.shared import split_items
+from longspan.errors import UserError
+from longspan.files import write_new
+from longspan.hardware import NODES
+from longspan.launching.job import MAX_NAME, Job, Target, parse_minutes, parse_nodes
+from longspan.launching.node_script import LOCAL
+from longspan.presets import MODELS
+from longspan.progress import loading, stderr_console
+from longspan.wording import counted
+
+if TYPE_CHECKING:
+    from longspan.config import Run
+
+TARGETS: tuple[Target, ...] = (LOCAL,)
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "minutes": (
+        "--time",
+        {
+            "metavar": "TIME",
+            "help": "time limit: minutes, HOURS:MM:SS or DAYS-HH:MM:SS (default: the scheduler's)",
+        },
+    ),
+    "partition": (
+        "--partition",
+        {"metavar": "NAME", "help": "partition of Slurm (default: the cluster's)"},
+    ),
+    "account": (
+        "--account",
+        {"metavar": "NAME", "help": "account to charge (default: the user's)"},
+    ),
+    "image": (
+        "--image",
+        {"metavar": "IMAGE", "default": Job.image, "help": "container image with longspan"},
+    ),
+}
+"""Options of some targets, by the fields of `Job`."""
+
+
+def add(commands: Commands) -> None:
+    parser = commands.add(
+        "launch",
+        "write a job script or manifest for a run, and submit it",
+        f"launch local run.toml --gpus-per-node 8 -o {LOCAL.file}",
+        group="training",
+    )
+    targets = parser.add_commands()
+    for target in TARGETS:
+        _add_target(targets, target)
+
+
+def _add_target(commands: Commands, target: Target) -> None:
+    parser = commands.add(
+        target.name,
+        target.summary,
+        f"launch {target.name} run.toml --nodes 2 --gpus-per-node 8 -o {target.file}",
+        verb=partial(launch, target=target),
+    )
+    parser.add_argument(
+        "items",
+        nargs="*",
+        metavar="RUN.toml | section.key=value",
+        help="the run file, and any number of overrides, such as train.steps=100",
+    )
+    _add_size(parser)
+    for field in target.options:
+        option, settings = OPTIONS[field]
+        parser.add_argument(option, dest=field, **settings)
+    parser.add_argument(
+        "-o", "--out", metavar="FILE", help="new file for the result (default: stdout)"
+    )
+    parser.add_argument("--submit", action="store_true", help="submit the job, or start it")
+
+
+def _add_size(parser: Parser) -> None:
+    parser.add_argument(
+        "--nodes",
+        metavar="N[:MAX]",
+        help="number of nodes that train; MAX starts more, which wait as hot spares (default: 1, or as many "
+        "of the --hardware as --gpus need)",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        metavar="M",
+        help="number of GPUs of a node, 0 for CPUs (default: --gpus / --nodes, or of the --hardware)",
+    )
+    parser.add_argument(
+        "--processes-per-node",
+        type=int,
+        metavar="M",
+        help="number of processes of a node (default: one per GPU, or one)",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of GPUs of all nodes (default: see --gpus-per-node)",
+    )
+    parser.add_argument(
+        "--hardware",
+        choices=list(NODES),
+        metavar="GPU",
+        help=f"{', '.join(NODES)}: checks that model and optimizer fit (default: not checked)",
+    )
+    parser.add_argument(
+        "--model-size",
+        choices=list(MODELS),
+        help="the same as model.preset=... (default: the run file's)",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        metavar="E",
+        help="passes over the data, instead of train.steps (default: the run file's steps)",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=Job.restarts,
+        metavar="N",
+        help="how often to resume the run after a process has failed",
+    )
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="run folder, which every node sees; resumed if it exists (default: runs/NAME)",
+    )
+    parser.add_argument("--name", help="name of the job (default: made from the run file's name)")
+
+
+def launch(args: argparse.Namespace, target: Target) -> None:
+    """Print, write or submit a job. Nothing is started without --submit."""
+    job = _job(args, target)
+    text = target.text(job)
+    command = target.submit(job, args.out or "-")
+    if args.submit:
+        _check_submission(job, target, command)
+    if args.out:
+        write_new(text, Path(args.out))
+    else:
+        command = target.submit(job, "FILE")
+    how = "submit it" if target.starts_all_nodes else "run it"
+    where = " on every node" if job.is_multi_node and not target.starts_all_nodes else ""
+    if args.submit:
+        _submit(target.submit(job, args.out or "-"), text if not args.out else None)
+    elif args.out:
+        print(f"{args.out}: {how}{where} with\n  {shlex.join(command)}")
+    else:
+        print(text, end="")
+        note = f"longspan: nothing was started; write it with -o FILE, and {how}{where} with"
+        stderr_console().print(f"{note} {shlex.join(command)}", markup=False)
+
+
+def _check_submission(job: Job, target: Target, command: Sequence[str]) -> None:
+    if job.is_multi_node and not target.starts_all_nodes:
+        raise UserError(
+            f"{target.name} cannot start {job.max_nodes} nodes from one: write the file with -o, "
+            f"and on each of them run `{shlex.join(target.submit(job, 'FILE'))}`"
+        )
+    if not shutil.which(command[0]):
+        raise UserError(
+            f"--submit needs the program {command[0]}, which is not on the PATH of this machine: "
+            "write the file with -o, and submit it where the program is"
+        )
+
+
+def _submit(command: list[str], text: str | None) -> None:
+    """Become the command, which reads `text` as its stdin, so that signals and the exit code are
+    its own.
+    """
+    if text is not None:
+        with tempfile.TemporaryFile() as file:
+            file.write(text.encode())
+            file.seek(0)
+            os.dup2(file.fileno(), 0)
+    sys.stdout.flush()
+    os.execvp(command[0], command)
+
+
+def _job(args: argparse.Namespace, target: Target) -> Job:
+    file, overrides = split_items(args.items)
+    if file is None:
+        raise UserError(
+            "launch needs a run file, since the built-in run depends on the machine: write one "
+            "with `longspan init -o run.toml`"
+        )
+    if args.model_size:
+        overrides.append(f"model.preset={args.model_size}")
+    nodes, max_nodes, gpus = _size(args)
+    if gpus == 0 and not any(item.startswith("train.device=") for item in overrides):
+        overrides.append("train.device=cpu")  # also on a node that has GPUs
+    name = _name_of(file) if args.name is None else args.name
+    run_dir = args.run_dir or f"{target.root}/runs/{name}".removeprefix("/" * (not target.root))
+    processes = args.processes_per_node
+    chosen = {key: getattr(args, key) for key in target.options if getattr(args, key) is not None}
+    if "minutes" in chosen:
+        chosen["minutes"] = parse_minutes(chosen["minutes"])
+    job = Job(
+        name=name,
+        run_file=os.path.abspath(file),
+        run_dir=run_dir if target.root else os.path.abspath(run_dir),
+        overrides=tuple(overrides),
+        nodes=nodes,
+        max_nodes=max_nodes,
+        gpus_per_node=gpus,
+        processes_per_node=(gpus or 1) if processes is None else processes,
+        restarts=args.restarts,
+        hardware=args.hardware or "",
+        **chosen,
+    )
+    return _checked(job, file, args.epochs)
+
+
+def _size(args: argparse.Namespace) -> tuple[int, int, int]:
+    """Nodes that train, nodes to start, and GPUs of each."""
+    usual = NODES[args.hardware].gpus if args.hardware else None
+    per_node, gpus = args.gpus_per_node, args.gpus
+    if gpus is not None and gpus < 1:
+        raise UserError(f"--gpus must be at least 1, got {gpus}; --gpus-per-node 0 trains on CPUs")
+    if args.nodes is not None:
+        nodes, max_nodes = parse_nodes(args.nodes)
+    elif gpus is not None and (each := per_node or usual):
+        nodes = max_nodes = -(-gpus // each)
+    else:
+        nodes = max_nodes = 1
+    if gpus is not None and per_node is None and nodes > 0:
+        per_node = gpus // nodes
+    if per_node is None:
+        per_node = usual
+    if per_node is None:
+        raise UserError(
+            "the GPUs of a node are not known: give --gpus-per-node M (0 for CPUs), or --gpus, or "
+            "--hardware"
+        )
+    if gpus is not None and gpus != nodes * per_node:
+        raise UserError(
+            f"--gpus {gpus} is not {counted(nodes, 'node')} with {counted(per_node, 'GPU')} each: "
+            "change --gpus, --nodes or --gpus-per-node"
+        )
+    return nodes, max_nodes, per_node
+
+
+def _name_of(file: Path) -> str:
+    """A valid name of a job, made from that of its run file; Job refuses it if none can be."""
+    name = re.sub(r"[^a-z0-9]+", "-", file.stem.lower()).strip("-")
+    return (
+        name[:MAX_NAME].rstrip("-") if name[:1].isalpha() else f"run-{name}"[:MAX_NAME].rstrip("-")
+    )
+
+
+def _checked(job: Job, file: Path, epochs: float | None) -> Job:
+    """Return the job with the text of its run file, once that is known to be valid."""
+    from longspan.runfile import load_run
+
+    run = load_run(file, job.overrides, world=job.world)
+    if epochs is not None:
+        steps = _steps(run, epochs)
+        job = replace(job, overrides=(*job.overrides, f"train.steps={steps}"))
+        run = load_run(file, job.overrides, world=job.world)
+    if job.hardware and job.gpus_per_node:
+        _warn_if_too_large(run, job)
+    return replace(job, run_text=file.read_text(encoding="utf-8"))
+
+
+def _steps(run: Run, epochs: float) -> int:
+    """The optimizer steps of so many passes over the training split."""
+    if not 0 < epochs < 1e9:
+        raise UserError(f"--epochs must be greater than 0, got {epochs:g}")
+    if run.model.factory or run.data.source == "recall":
+        what = "a model.factory" if run.model.factory else 'data.source = "recall"'
+        raise UserError(
+            f"--epochs needs data of a known size, which {what} has not: set train.steps"
+        )
+    with loading():
+        from longspan.data.source import TokenSource, open_source
+
+    try:
+        source = open_source(run.data, run.model)
+    except UserError as error:
+        raise UserError(
+            f"--epochs needs the size of the data, here; set train.steps: {error}"
+        ) from error
+    assert isinstance(source, TokenSource)
+    return max(1, math.ceil(epochs * source.num_windows("train") / run.train.global_batch))
+
+
+def _warn_if_too_large(run: Run, job: Job) -> None:
+    """Say so if model and optimizer alone need more than the memory of a GPU."""
+    if run.model.factory or run.engine.name != "native":
+        return  # which the planner does not support
+    if run.train.precision == "auto":
+        run = run.model_copy(update={"train": run.train.model_copy(update={"precision": "bf16"})})
+    with loading():
+        from longspan.planning import memory_per_rank
+    gib = max(memory.on_device for memory in memory_per_rank(run, job.world)) / 2**30
+    if gib > (size := NODES[job.hardware].gib):
+        print(
+            f"longspan: warning: model and optimizer need {gib:,.0f} GiB per GPU, and a "
+            f"{job.hardware} has {size}: use more GPUs (layout.shard); see `longspan plan`",
+            file=sys.stderr,
+        )
