@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from longspan.cli import bench_parallel
 from longspan.cli.parser import Commands
 from longspan.cli.shared import builtin_name
 from longspan.progress import loading
@@ -51,6 +52,8 @@ def add(commands: Commands) -> None:
     checkpoint.add_argument(
         "--device", choices=["cpu", "cuda"], default="cpu", help="device of the saved tensors"
     )
+
+    bench_parallel.add(actions)
 
     conversion = actions.add(
         "conversion",

@@ -11,7 +11,7 @@ from longspan.reporting.html import Child, Html, join, table, tag
 from longspan.reporting.text import GIB, MAX_ROWS, NONE, capital, note, number, plain, texts
 from longspan.wording import counted
 
-SIZES = ("tokens", "length", "size", "in_features", "ranks", "gib")
+SIZES = ("tokens", "length", "size", "bytes", "in_features", "ranks", "gib")
 """Columns that a benchmark varies: the first that is there is the x axis."""
 
 
