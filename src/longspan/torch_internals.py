@@ -6,12 +6,13 @@ that changes one fails in tests/test_torch_internals.py, and only this file need
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +23,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -49,6 +53,7 @@ __all__ = [
     "has_forward_hooks",
     "keeps_graph",
     "local_offset",
+    "never_compiled",
     "raise_recompile_limit",
     "record_memory_history",
     "sdpa_flash_attention",
@@ -87,6 +92,21 @@ def end_compile_workers() -> None:
     """  # fmt: skip
     if module := sys.modules.get("torch._inductor.async_compile"):
         module.shutdown_compile_workers()
+
+
+def never_compiled(function: Callable[P, R]) -> Callable[P, R]:
+    """`torch.compiler.disable`, which as a decorator would load torch.compile's modules, in more
+    than a second, for everyone who imports the function.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*arguments: P.args, **options: P.kwargs) -> R:
+        if torch.compiler.is_compiling():
+            disabled = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+            return cast(R, disabled(*arguments, **options))
+        return function(*arguments, **options)
+
+    return wrapper
 
 
 def has_forward_hooks(module: nn.Module) -> bool:

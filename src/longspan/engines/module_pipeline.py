@@ -14,13 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
 from longspan.errors import UserError
 from longspan.nn import eval_mode
 from longspan.parallel.parameters import persistent_buffers
-from longspan.parallel.pipeline import SCHEDULES, ForwardContext
+from longspan.parallel.pipeline import ForwardContext, build_schedule
 
 CheckedLoss = Callable[[Any, Any], tuple[Tensor, Tensor]]
 Stages = Sequence[Sequence[str]]
@@ -115,21 +113,18 @@ class PipelinedModule(nn.Module):
         tensors on the meta device.
         """
         self._shapes = shapes
-        stages = [
-            PipelineStage(
-                stage,
-                index,
-                self._count,
-                device,
-                input_args=(_boundary(shapes[index], has_gradient=index > 0),),
-                output_args=(_boundary(shapes[index + 1], has_gradient=True),),
-                group=self._group,
-            )
-            for index, stage in self._local.items()
+        boundaries = [
+            _boundary(shape, has_gradient=index > 0) for index, shape in enumerate(shapes)
         ]
-        kind = SCHEDULES[self._schedule_name]
-        given: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        self._schedule: Any = kind(given, micro_batches, loss_fn=self._scaled, scale_grads=False)
+        self._schedule = build_schedule(
+            self._schedule_name,
+            self._local,
+            boundaries,
+            micro_batches,
+            self._scaled,
+            device=device,
+            group=self._group,
+        )
 
     def _scaled(self, output: Tensor, which: Tensor) -> Tensor:
         model = StandIn(lambda *_: output, training=True)

@@ -11,7 +11,7 @@ other's gradient to their own: the copies stay bitwise equal.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -19,14 +19,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import (
-    PipelineScheduleSingle,
-    Schedule1F1B,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleZBVZeroBubble,
-)
 
 from longspan.attention import KVCache
 from longspan.models import Decoder
@@ -36,14 +28,48 @@ from longspan.parallel.dtensor import reduced_grad
 from longspan.parallel.pipeline_schedule import Action, StagePlan, bubble, simple_order
 from longspan.parallel.tensor import residual_split
 
-SCHEDULES = {
-    "gpipe": ScheduleGPipe,
-    "1f1b": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-    "zbv": ScheduleZBVZeroBubble,
-}
 ForwardContext = Callable[[], AbstractContextManager[object]]
 """Makes the context of a forward pass: its autocast precision and activation offload."""
+
+
+def build_schedule(
+    name: str,
+    local: Mapping[int, nn.Module],
+    boundaries: Sequence[Tensor],
+    micro_batches: int,
+    loss: Callable[[Tensor, Tensor], Tensor],
+    *,
+    device: torch.device,
+    group: dist.ProcessGroup,
+) -> Any:
+    """PyTorch's schedule of this rank's stages, which `local` has by their number.
+
+    `boundaries`: the input of the first stage and the output of each, on the meta device; those
+    with a gradient require one.
+    """
+    # Imported late: it loads torch.compile's modules, in more than a second.
+    from torch.distributed.pipelining import PipelineStage, schedules
+
+    kind = {
+        "gpipe": schedules.ScheduleGPipe,
+        "1f1b": schedules.Schedule1F1B,
+        "interleaved": schedules.ScheduleInterleaved1F1B,
+        "zbv": schedules.ScheduleZBVZeroBubble,
+    }[name]
+    stages = [
+        PipelineStage(
+            stage,
+            index,
+            len(boundaries) - 1,
+            device,
+            input_args=(boundaries[index],),
+            output_args=(boundaries[index + 1],),
+            group=group,
+        )
+        for index, stage in local.items()
+    ]
+    given: Any = stages[0] if issubclass(kind, schedules.PipelineScheduleSingle) else stages
+    return kind(given, micro_batches, loss_fn=loss, scale_grads=False)
 
 
 class Stage(nn.Module):
@@ -162,22 +188,14 @@ class PipelinedDecoder(nn.Module):
         residual = torch.empty(shape, device="meta", requires_grad=True)
         ids = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
         loss = torch.empty(1, device="meta", requires_grad=True)
-        stages = [
-            PipelineStage(
-                stage,
-                index,
-                len(self._plan.layers),
-                device,
-                input_args=(ids if index == 0 else residual,),
-                output_args=(loss if index == self._plan.last else residual,),
-                group=self._group,
-            )
-            for index, stage in self._local.items()
-        ]
-        kind = SCHEDULES[self._plan.schedule]
-        stage_or_stages: Any = stages[0] if issubclass(kind, PipelineScheduleSingle) else stages
-        self._schedule = kind(
-            stage_or_stages, micro_batches, loss_fn=self._scaled, scale_grads=False
+        self._schedule = build_schedule(
+            self._plan.schedule,
+            self._local,
+            [ids, *[residual] * self._plan.last, loss],
+            micro_batches,
+            self._scaled,
+            device=device,
+            group=self._group,
         )
 
     def _scaled(self, loss: Tensor, _targets: Tensor) -> Tensor:

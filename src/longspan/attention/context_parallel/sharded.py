@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from longspan.attention.functional import attend_checked
 from longspan.attention.mask import Mask, check_mask, check_scale, check_tensors
 from longspan.attention.merge import has_flash_kernel
 from longspan.attention.pattern import Dense, Dilated, Pattern
+from longspan.torch_internals import never_compiled
 
 StrategyName = Literal["local", "sparse_kv", "ring", "ulysses"]
 
@@ -35,7 +35,7 @@ class Strategy:
     reason: str
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@never_compiled
 def attend_sharded(
     q: Tensor,
     k: Tensor,
