@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from longspan.files import atomic_write_text
 from longspan.loopback import STORE
 
-FOLDER, NUMBER = "LONGSPAN_GENERATIONS", "LONGSPAN_GENERATION"
-"""Set by a launcher that replaces lost ranks in the environment of its processes."""
+FOLDER, NUMBER, REPLACES = (
+    "LONGSPAN_GENERATIONS",
+    "LONGSPAN_GENERATION",
+    "LONGSPAN_REPLACES_LOST",
+)
+"""Set by a launcher that restarts or replaces lost ranks in the environment of its processes."""
 
 
 @dataclass(frozen=True)
@@ -26,20 +30,28 @@ class Generation:
 
     folder: Path
     number: int = 0
+    replaces_lost: bool = True
+    """Whether another one follows a loss; otherwise all processes restart."""
 
     @staticmethod
     def of_environment() -> Generation | None:
-        """The generation that this process was started for; None if no lost rank is replaced."""
-        folder = os.environ.get(FOLDER)
-        return Generation(Path(folder), int(os.environ[NUMBER])) if folder else None
+        """The generation that this process was started for; None if the launcher has none."""
+        if (folder := os.environ.get(FOLDER)) is None:
+            return None
+        return Generation(Path(folder), int(os.environ[NUMBER]), os.environ[REPLACES] == "1")
 
     def environment(self) -> dict[str, str]:
         """What a process of this generation finds in its environment."""
         store = self.folder / f"store-{self.number}"
-        return {FOLDER: str(self.folder), NUMBER: str(self.number), STORE: str(store)}
+        return {
+            FOLDER: str(self.folder),
+            NUMBER: str(self.number),
+            REPLACES: str(int(self.replaces_lost)),
+            STORE: str(store),
+        }
 
     def next(self) -> Generation:
-        return Generation(self.folder, self.number + 1)
+        return replace(self, number=self.number + 1)
 
     def announce(self, lost: list[int], time: float) -> None:
         """Say that this generation begins, because ranks were lost at a time."""

@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 
 from longspan.launching import local
+from longspan.launching.spares import Spares
 
 SCRIPT = """
 import os, signal, sys, time
 from pathlib import Path
 from longspan.generation import Generation
-from longspan.launching.local import SPARE, join_launcher, wait_as_spare
+from longspan.launching.local import join_launcher
+from longspan.launching.spares import SPARE, wait_as_spare
 join_launcher()
 folder, kind = Path({folder!r}), "process"
 if SPARE in os.environ:
@@ -65,10 +67,11 @@ def launch(
         return may_replace
 
     command = [sys.executable, str(script)]
-    return local.run_processes(
-        command, 2, folder / "logs", received=received, on_poll=on_poll, quiet=True,
-        replacement=command, on_lost=on_lost,
-    )  # fmt: skip
+    with Spares(command, is_wanted=lambda: True) as spares:
+        return local.run_processes(
+            command, 2, folder / "logs", received=received, on_poll=on_poll, quiet=True,
+            spares=spares, on_lost=on_lost,
+        )  # fmt: skip
 
 
 def started(folder: Path) -> dict[str, str]:
@@ -153,3 +156,31 @@ time.sleep(60)
 
     assert launch(tmp_path, body, [], received, send) == 3
     assert received == [signal.SIGTERM]
+
+
+def test_ranks_that_restart_are_spares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "GRACE_S", 0.1)
+    script = tmp_path / "rank.py"
+    body = """
+wait_for_all()
+while not (folder / "go").exists():
+    time.sleep(0.01)
+sys.exit(0 if kind == "spare" else 1)
+"""
+    script.write_text(SCRIPT.format(folder=str(tmp_path)) + body)
+    command, codes = [sys.executable, str(script)], []
+    with Spares(command, is_wanted=lambda: not codes) as spares:
+
+        def on_poll() -> None:
+            if spares.waiting == 2:
+                (tmp_path / "go").touch()
+
+        for _ in range(2):
+            codes.append(
+                local.run_processes(
+                    command, 2, tmp_path / "logs", quiet=True, on_poll=on_poll, spares=spares
+                )
+            )
+        assert spares.waiting == 0  # none was wanted after the second start
+    assert codes == [1, 0]
+    assert started(tmp_path) == {"0-0": "spare", "0-1": "spare"}

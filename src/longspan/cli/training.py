@@ -118,7 +118,8 @@ def _add_train(commands: Commands) -> None:
 
 
 def train(args: argparse.Namespace) -> None:
-    from longspan.launching.local import SPARE, join_launcher, wait_as_spare
+    from longspan.launching.local import join_launcher
+    from longspan.launching.spares import SPARE, wait_as_spare
     from longspan.parallel.world import world_of_environment
     from longspan.runfile import load_run, new_run_dir, saved_run_file
 
@@ -197,6 +198,7 @@ def _train_with_restarts(args: argparse.Namespace, run: Run, run_dir: Path, lock
     import signal
 
     from longspan.launching.local import run_processes
+    from longspan.launching.spares import Spares
     from longspan.stop_signals import stop_signals
     from longspan.tracking import HISTORY, History, exit_reason
 
@@ -221,26 +223,29 @@ def _train_with_restarts(args: argparse.Namespace, run: Run, run_dir: Path, lock
         return True
 
     replaces = restarts_left > 0 and run.replaces_lost_ranks(args.nproc)
-    replacement = [*program, "--resume", str(run_dir), *options]
-    while True:
-        resumes = args.resume or (run_dir / "run.toml").exists()
-        command = [*program, "--resume" if resumes else "--run-dir", str(run_dir), *options]
-        code = run_processes(
-            command,
-            args.nproc,
-            run_dir / "logs",
-            received=received,
-            lock=lock,
-            replacement=replacement if replaces else None,
-            on_lost=may_replace,
-        )
-        if code != FAILED or restarts_left == 0 or received or not run_dir.exists():
-            return code  # who removes a run's folder wants no other run in it
-        cause = exit_reason(History(run_dir / HISTORY).events()) or ""
-        if cause.startswith(Diverged.__name__):  # it would diverge again
-            return code
-        restarts_left -= 1
-        print(f"longspan: restarting; {counted(restarts_left, 'restart')} left", file=sys.stderr)
+    spare = [*program, "--resume", str(run_dir), *options]
+    with Spares(spare, is_wanted=lambda: restarts_left > 0) as spares:
+        while True:
+            resumes = args.resume or (run_dir / "run.toml").exists()
+            command = [*program, "--resume" if resumes else "--run-dir", str(run_dir), *options]
+            code = run_processes(
+                command,
+                args.nproc,
+                run_dir / "logs",
+                received=received,
+                lock=lock,
+                spares=spares if args.restarts else None,
+                on_lost=may_replace if replaces else None,
+            )
+            if code != FAILED or restarts_left == 0 or received or not run_dir.exists():
+                return code  # who removes a run's folder wants no other run in it
+            cause = exit_reason(History(run_dir / HISTORY).events()) or ""
+            if cause.startswith(Diverged.__name__):  # it would diverge again
+                return code
+            restarts_left -= 1
+            print(
+                f"longspan: restarting; {counted(restarts_left, 'restart')} left", file=sys.stderr
+            )
 
 
 def _add_plan(commands: Commands) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import shutil
 import signal
@@ -24,6 +23,7 @@ from types import FrameType, TracebackType
 
 from longspan.faults import FAULT, LAUNCHER_PID
 from longspan.generation import Generation
+from longspan.launching.spares import Process, Spares
 from longspan.locking import INHERITED
 from longspan.loopback import STORE, loopback_only
 from longspan.stop_signals import stop_signals
@@ -34,15 +34,11 @@ GRACE_S = 5.0
 SETTLE_S = 0.2
 """How long to look for further ranks that fail, before one that was lost is replaced."""
 
-Process = subprocess.Popen[bytes]
 OnLost = Callable[[Mapping[int, str]], bool]
 """Called with the reasons why ranks were lost; returns whether to replace them."""
 
 TEMPORARY = "longspan-launch-"
 """Prefix of a launcher's temporary folder, which only its user can read: logs and rendezvous."""
-
-SPARE = "LONGSPAN_SPARE"
-"""Set in the environment of a hot spare: a process that is started for no rank yet."""
 
 TRACEBACK = "LONGSPAN_TRACEBACK"
 """Set in the environment of each rank: the file that receives its traceback."""
@@ -57,16 +53,16 @@ def run_processes(
     received: list[int] | None = None,
     lock: int | None = None,
     on_poll: Callable[[], None] = lambda: None,
-    replacement: Sequence[str] | None = None,
-    on_lost: OnLost = lambda lost: True,
+    spares: Spares | None = None,
+    on_lost: OnLost | None = None,
 ) -> int:
     """Run `command`, which calls `join_launcher`, as ranks 0 … nproc−1 and return one exit code.
 
     Log files are copied to `log_dir` at the end, if its parent exists by then; with `quiet` rank 0
     writes a log file too. Signals that were forwarded are appended to `received`. `on_poll` is
     called again and again while the processes run. They inherit `lock`, the descriptor of the lock
-    of their run folder. A rank that is lost once all train is replaced by the command
-    `replacement`, if there is one and `on_lost` agrees.
+    of their run folder. Ranks are made of `spares` as far as there are any, and more spares are
+    started once all train. A rank that is lost then is replaced, if `on_lost` agrees.
     """
     _remove_leftovers()
     folder = Path(tempfile.mkdtemp(prefix=TEMPORARY))
@@ -85,21 +81,22 @@ def run_processes(
     if lock is not None:
         environment[INHERITED] = str(lock)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    if spares is not None:
+        spares.prepare(environment, lock)
 
     def start(command: Sequence[str], more: Mapping[str, str], log: Path | None) -> Process:
         with contextlib.nullcontext() if log is None else log.open("ab") as output:
             return subprocess.Popen(
                 command,
                 env={**environment, **more},
-                stdin=subprocess.PIPE if SPARE in more else None,
                 stdout=output,
                 stderr=output,
                 pass_fds=() if lock is None else (lock,),
                 start_new_session=True,  # so that Ctrl-C arrives once, through `forward`
             )
 
-    generation = None if replacement is None else Generation(folder)
-    ranks = _Ranks(logs, start, generation, replacement or (), on_lost, quiet=quiet)
+    generation = None if spares is None else Generation(folder, replaces_lost=on_lost is not None)
+    ranks = _Ranks(logs, start, generation, spares, on_lost, quiet=quiet)
 
     def forward(number: int, frame: FrameType | None) -> None:
         if received is not None:
@@ -123,15 +120,15 @@ def run_processes(
 
 
 class _Ranks:
-    """The processes of a run by rank, and a hot spare if a lost one is to be replaced."""
+    """The processes of a run by rank."""
 
     def __init__(
         self,
         logs: Path,
         start: Callable[[Sequence[str], Mapping[str, str], Path | None], Process],
         generation: Generation | None,
-        replacement: Sequence[str],
-        on_lost: OnLost,
+        spares: Spares | None,
+        on_lost: OnLost | None,
         *,
         quiet: bool,
     ) -> None:
@@ -139,9 +136,8 @@ class _Ranks:
         log file.
         """
         self._logs, self._start, self._quiet = logs, start, quiet
-        self._generation, self._replacement, self._on_lost = generation, replacement, on_lost
+        self._generation, self._spares, self._on_lost = generation, spares, on_lost
         self._processes: dict[int, Process] = {}
-        self._spare: Process | None = None
         self._signals: list[int] = []
         self._is_recovering, self._is_stopping = False, False
 
@@ -151,7 +147,7 @@ class _Ranks:
         return [process.poll() for process in self._processes.values()]
 
     def start(self, rank: int, command: Sequence[str]) -> None:
-        """Start a rank, or have the spare be one that replaces it."""
+        """Have a spare be a rank, or start one."""
         variables = {
             "RANK": str(rank),
             "LOCAL_RANK": str(rank),
@@ -161,14 +157,8 @@ class _Ranks:
         if rank in self._processes:
             variables[FAULT] = ""  # it was injected already
         log = None if rank == 0 and not self._quiet else self._logs / f"rank-{rank}.log"
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.poll() is None:
-            assert spare.stdin is not None
-            spare.stdin.write(json.dumps([variables, log and str(log)]).encode() + b"\n")
-            spare.stdin.close()
-            self._processes[rank] = spare
-        else:
-            self._processes[rank] = self._start(command, variables, log)
+        spare = None if self._spares is None else self._spares.take(variables, log)
+        self._processes[rank] = spare or self._start(command, variables, log)
 
     def send(self, number: int) -> None:
         """Send a signal to all, or keep it until lost ranks are replaced, since a process that
@@ -183,8 +173,7 @@ class _Ranks:
                 process.send_signal(number)
 
     def kill(self) -> None:
-        spares = [] if self._spare is None else [self._spare]
-        for process in [*self._processes.values(), *spares]:
+        for process in self._processes.values():
             if process.poll() is None:
                 process.kill()
                 process.wait()
@@ -195,7 +184,8 @@ class _Ranks:
         while None in self.codes:
             if self._is_recovering:
                 self._end_recovery()
-            self._keep_spare()
+            if self._spares is not None and self._all_train():
+                self._spares.keep(len(self._processes))
             # One that ends before all are back, in whatever way, leaves the others waiting.
             has_failed = any(self.codes) or (self._is_recovering and 0 in self.codes)
             if deadline is None and has_failed and not self._replaces_lost():
@@ -205,24 +195,21 @@ class _Ranks:
             on_poll()
             time.sleep(0.05)
 
-    def _keep_spare(self) -> None:
-        """Once all ranks train, have a process ready that can replace one."""
-        generation = self._generation
-        if self._spare is None and generation is not None and generation.is_ready(len(self.codes)):
-            log = self._logs / "spare.log" if self._quiet else None
-            self._spare = self._start(self._replacement, {SPARE: "1"}, log)
+    def _all_train(self) -> bool:
+        return self._generation is not None and self._generation.is_ready(len(self._processes))
 
     def _end_recovery(self) -> None:
-        assert self._generation is not None
-        if self._generation.is_ready(len(self._processes)):
+        if self._all_train():
             self._is_recovering = False
             while self._signals:
                 self.send(self._signals.pop(0))
 
     def _replaces_lost(self) -> bool:
         """Replace ranks that were lost, if all others train; otherwise return False."""
-        generation = self._generation
-        if generation is None or self._is_stopping or not generation.is_ready(len(self.codes)):
+        generation, spares, on_lost = self._generation, self._spares, self._on_lost
+        if generation is None or spares is None or on_lost is None:
+            return False
+        if self._is_stopping or not self._all_train():
             return False
         noticed = time.time()
         time.sleep(SETTLE_S)  # an error of all ranks does not reach all at once
@@ -231,12 +218,12 @@ class _Ranks:
         failing = [rank for rank in range(len(codes)) if self._traceback(rank).exists()]
         if None in lost.values() or set(failing) - lost.keys() or 0 in codes or None not in codes:
             return False
-        if not self._on_lost({rank: str(reason) for rank, reason in lost.items()}):
+        if not on_lost({rank: str(reason) for rank, reason in lost.items()}):
             return False
         self._generation, self._is_recovering = generation.next(), True
         for rank in lost:
             self._traceback(rank).unlink(missing_ok=True)
-            self.start(rank, self._replacement)
+            self.start(rank, spares.command)
         self._generation.announce(list(lost), noticed)
         return True
 
@@ -301,20 +288,6 @@ def _report(codes: Sequence[int | None], logs: Path, *, quiet: bool) -> int:
     return code
 
 
-def wait_as_spare() -> None:
-    """In a hot spare, wait until it is to replace a lost rank; it has imported all by then."""
-    del os.environ[SPARE]
-    order = sys.stdin.readline()
-    if not order:  # the launcher has ended
-        raise SystemExit(1)
-    variables, log = json.loads(order)
-    os.environ.update(variables)
-    if log is not None:
-        with open(log, "ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-
-
 def join_launcher() -> None:
     """Tie a process that `run_processes` or torchrun started to its launcher.
 
@@ -335,9 +308,10 @@ def join_launcher() -> None:
     def report(
         kind: type[BaseException], error: BaseException, trace: TracebackType | None
     ) -> None:
-        report_failure("".join(traceback.format_exception(kind, error, trace)))
+        if not report_failure("".join(traceback.format_exception(kind, error, trace))):
+            sys.__excepthook__(kind, error, trace)  # of a spare
 
-    if TRACEBACK in os.environ:
+    if parent:
         sys.excepthook = report
 
 

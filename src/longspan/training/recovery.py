@@ -170,7 +170,9 @@ class Recovery:
     @contextmanager
     def watch(self, state: TrainState, meter: Meter) -> Iterator[None]:
         """Turn an error that comes from the loss of another rank into PeerLost."""
-        if self._generation is None:
+        if self._generation is None or not self._generation.replaces_lost:
+            if self._generation is not None:
+                self._generation.mark_ready(self._world.rank)
             yield
             return
         done, following = Event(), self._generation.next()
