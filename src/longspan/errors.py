@@ -17,7 +17,14 @@ class Damaged(UserError):
 
 
 class Stopped(Exception):
-    """The run was asked to stop and has saved a checkpoint."""
+    """The run was asked to stop and has saved a checkpoint.
+
+    `by_signal`: by a signal to one of its ranks, not by a file in the run folder.
+    """
+
+    def __init__(self, message: str, *, by_signal: bool = True) -> None:
+        super().__init__(message)
+        self.by_signal = by_signal
 
 
 class Diverged(Exception):

@@ -16,6 +16,8 @@ from typing import Any
 import pytest
 
 from longspan.checkpoint import list_checkpoints, load, step_of
+from longspan.cli import main
+from longspan.errors import Stopped
 from longspan.faults import FAULT, FAULT_LOG
 from longspan.runfile import dump_run
 from longspan.training import train
@@ -163,6 +165,32 @@ def test_killed_workers_are_replaced_until_the_run_is_done(tmp_path: Path, agent
 
 
 @is_slow
+def test_a_node_that_is_told_to_stop_saves_and_the_other_goes_on(
+    tmp_path: Path, agents: Agents
+) -> None:
+    """As when a scheduler drains one node: its agent gets SIGTERM, and nobody sends the other one
+    a signal, which must not take the run for finished.
+    """
+    run_dir = tmp_path / "run"
+    options, port = nodes(tmp_path)
+    run = [*RUN, ENDLESS, "checkpoint.every=1000000"]
+    agents.append(torchrun(run_dir, options, run))
+    wait_until(lambda: is_listening(port))
+    agents.append(torchrun(run_dir, options, run))
+    wait_until(lambda: has_started(run_dir, 2, 1) and last_step(run_dir) >= 3)
+    agents[1].terminate()
+    assert agents[1].wait(120) != 0
+    wait_until(lambda: has_started(run_dir, 1, 2))
+    saved = starts(run_dir)[-1]["step"]
+    assert saved >= 3  # and no periodic checkpoint was due
+    wait_until(lambda: last_step(run_dir) >= saved + 3)
+    assert agents[0].poll() is None
+    (run_dir / "STOP").touch()
+    assert agents[0].wait(120) == 0
+    assert_same_as_uninterrupted(run_dir)
+
+
+@is_slow
 def test_a_node_rejoins_and_the_rendezvous_host_cannot_be_lost(
     tmp_path: Path, agents: Agents
 ) -> None:
@@ -195,6 +223,20 @@ def test_a_node_rejoins_and_the_rendezvous_host_cannot_be_lost(
     assert other.wait(120) != 0
     assert "RendezvousConnectionError" in console(run_dir)
     assert_same_as_uninterrupted(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "by_signal", "code"), [(9, True, 3), (9, False, 0), (0, False, 3)]
+)
+def test_torchrun_is_told_to_restart_workers_that_a_signal_to_another_node_has_stopped(
+    restarts: int, by_signal: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(args: object) -> None:
+        raise Stopped("stopped", by_signal=by_signal)
+
+    monkeypatch.setattr("longspan.cli.training.train", stop)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    assert main(["train"]) == code
 
 
 def test_a_store_that_is_shared_with_the_agent_gives_a_warning(tmp_path: Path) -> None:

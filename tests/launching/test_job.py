@@ -12,7 +12,7 @@ import pytest
 
 from longspan.cli import main
 from longspan.errors import UserError
-from longspan.launching.job import Job, parse_minutes, parse_nodes, port_of
+from longspan.launching.job import TIMEOUTS, Job, parse_minutes, parse_nodes, port_of
 from longspan.launching.node_script import script
 from longspan.runfile import dump_run, load_run
 from tests.launching.test_local import SMALL
@@ -31,7 +31,7 @@ with open(os.environ["RECORD"], "a") as file:
 @pytest.fixture
 def run_file(tmp_path: Path) -> Path:
     file = tmp_path / "My run.toml"
-    file.write_text(dump_run(load_run(None, ["train.global_batch=64"])))
+    file.write_text(dump_run(load_run(None, ["train.global_batch=64", "train.device=auto"])))
     return file
 
 
@@ -84,8 +84,7 @@ def test_every_node_runs_the_same_script_with_the_host(
     assert 20_000 <= port < 32_000 != port_of("second")
     expected = f"""--nnodes 4 --nproc-per-node 8 --max-restarts 10 --rdzv-backend c10d
         --rdzv-endpoint node-1:{port} --rdzv-id first
-        --rdzv-conf last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3
-        -m longspan train""".split()
+        --rdzv-conf {TIMEOUTS} -m longspan train""".split()
     expected += [str(run_file), "--resume", "/shared/a b"]
     assert recorded(text, tmp_path, "node-1") == expected
     expected[expected.index(f"node-1:{port}")] = "10.0.0.1:29500"
@@ -145,7 +144,7 @@ def test_the_size_of_a_job(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(dump_run(load_run(None, ["train.global_batch=96"])))
+    file.write_text(dump_run(load_run(None, ["train.global_batch=96", "train.device=auto"])))
     code, text, error = launch(capsys, "local", str(file), *words.split())
     assert code == 0, error
     assert f"torchrun --nnodes {nodes} --nproc-per-node {processes} " in text
@@ -167,6 +166,8 @@ def test_the_size_of_a_job(
         ("--gpus-per-node 1 --restarts -1", "--restarts must be at least 0, got -1"),
         ("--gpus-per-node 1 --name A_b", 'begin with a letter, got "A_b": give another with'),
         ("--gpus-per-node 3", "train.global_batch"),
+        ("--gpus 1 train.device=cpu", 'has 1 GPU per node, but the run sets train.device = "cpu"'),
+        ("--gpus-per-node 0 train.device=cuda", "add train.device=cpu, or change --gpus-per-node"),
         ("--gpus-per-node 1 train.stepz=1", "unknown key; did you mean train.steps?"),
         ("--gpus-per-node 1 --nodes 2 --submit", "local cannot start 2 nodes from one"),
         ("--gpus-per-node 1 --epochs 0", "--epochs must be greater than 0, got 0"),

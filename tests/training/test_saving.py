@@ -308,8 +308,9 @@ def test_a_file_in_the_folder_asks_for_a_checkpoint_and_another_to_stop(
         return found
 
     monkeypatch.setattr(loop, "train_step", step)
-    with pytest.raises(Stopped, match="stopped at step 4 of 6, checkpoint saved"):
+    with pytest.raises(Stopped, match="stopped at step 4 of 6, checkpoint saved") as raised:
         train_here(run_dir, "checkpoint.every=0", "checkpoint.keep=9")
+    assert not raised.value.by_signal
     assert checkpoints(run_dir) == ["step-00000001", "step-00000004"]
     assert not (run_dir / "SAVE").exists()
     assert not (run_dir / "STOP").exists()

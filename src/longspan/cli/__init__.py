@@ -1,7 +1,7 @@
 """The command line: `arguments` parses it; the other modules hold the commands, by group.
 
 Exit codes: 0 done; 2 the user's input is wrong; 3 stopped on request with a checkpoint saved (0
-under a torchrun with restarts); 1 anything else.
+after a file STOP under a torchrun with restarts); 1 anything else.
 """
 
 from __future__ import annotations
@@ -44,8 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return int(exited.code or DONE)
     except Stopped as stopped:
         print(stopped, file=sys.stderr)
-        # torchrun restarts workers after any other exit code.
-        return DONE if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" else STOPPED
+        # torchrun restarts workers after any other exit code. After a signal it should: the agent
+        # that received one ends in any case, and those on other nodes wait for its replacement.
+        restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+        return DONE if restarts and not stopped.by_signal else STOPPED
     except (Diverged, SaveFailed) as error:
         print(f"longspan: {error}", file=sys.stderr)
         return FAILED

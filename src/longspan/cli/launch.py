@@ -22,6 +22,7 @@ from longspan.errors import UserError
 from longspan.files import write_new
 from longspan.hardware import NODES
 from longspan.launching.job import MAX_NAME, Job, Target, parse_minutes, parse_nodes
+from longspan.launching.kubernetes import KINDS, KUBERNETES
 from longspan.launching.node_script import LOCAL
 from longspan.presets import MODELS
 from longspan.progress import loading, stderr_console
@@ -30,7 +31,7 @@ from longspan.wording import counted
 if TYPE_CHECKING:
     from longspan.config import Run
 
-TARGETS: tuple[Target, ...] = (LOCAL,)
+TARGETS: tuple[Target, ...] = (LOCAL, KUBERNETES)
 
 OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "minutes": (
@@ -47,6 +48,22 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
     "account": (
         "--account",
         {"metavar": "NAME", "help": "account to charge (default: the user's)"},
+    ),
+    "kind": (
+        "--kind",
+        {"choices": KINDS, "default": Job.kind, "help": "the object that runs the pods"},
+    ),
+    "namespace": (
+        "--namespace",
+        {"metavar": "NAME", "help": "namespace of the objects (default: that of kubectl)"},
+    ),
+    "volume": (
+        "--volume",
+        {
+            "metavar": "CLAIM",
+            "default": Job.volume,
+            "help": "claim of a volume for runs and data, mounted at /shared",
+        },
     ),
     "image": (
         "--image",
@@ -95,14 +112,15 @@ def _add_size(parser: Parser) -> None:
     parser.add_argument(
         "--nodes",
         metavar="N[:MAX]",
-        help="number of nodes that train; MAX starts more, which wait as hot spares (default: 1, or as many "
-        "of the --hardware as --gpus need)",
+        help="number of nodes that train; MAX starts more, which wait as hot spares (default: 1, "
+        "or as many of the --hardware as --gpus need)",
     )
     parser.add_argument(
         "--gpus-per-node",
         type=int,
         metavar="M",
-        help="number of GPUs of a node, 0 for CPUs (default: --gpus / --nodes, or of the --hardware)",
+        help="number of GPUs of a node, 0 for CPUs (default: --gpus / --nodes, or that of the "
+        "--hardware)",
     )
     parser.add_argument(
         "--processes-per-node",
@@ -207,8 +225,6 @@ def _job(args: argparse.Namespace, target: Target) -> Job:
     if args.model_size:
         overrides.append(f"model.preset={args.model_size}")
     nodes, max_nodes, gpus = _size(args)
-    if gpus == 0 and not any(item.startswith("train.device=") for item in overrides):
-        overrides.append("train.device=cpu")  # also on a node that has GPUs
     name = _name_of(file) if args.name is None else args.name
     run_dir = args.run_dir or f"{target.root}/runs/{name}".removeprefix("/" * (not target.root))
     processes = args.processes_per_node
@@ -273,6 +289,15 @@ def _checked(job: Job, file: Path, epochs: float | None) -> Job:
     from longspan.runfile import load_run
 
     run = load_run(file, job.overrides, world=job.world)
+    wanted = "cuda" if job.gpus_per_node else "cpu"
+    if run.train.device not in ("auto", wanted):
+        raise UserError(
+            f"the job has {counted(job.gpus_per_node, 'GPU')} per node, but the run sets "
+            f'train.device = "{run.train.device}": add train.device={wanted}, or change '
+            "--gpus-per-node"
+        )
+    if run.train.device == "auto" and wanted == "cpu":  # also on a node that has GPUs
+        job = replace(job, overrides=(*job.overrides, "train.device=cpu"))
     if epochs is not None:
         steps = _steps(run, epochs)
         job = replace(job, overrides=(*job.overrides, f"train.steps={steps}"))

@@ -12,6 +12,7 @@ import shlex
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from longspan.errors import UserError
 from longspan.wording import toml_value
@@ -24,8 +25,10 @@ MAX_NODES = MAX_PER_NODE = 100_000
 SAVE_S = 300
 """Seconds that the workers have, after SIGTERM, to finish a step and save."""
 
-TIMEOUTS = "last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
-"""Torchrun gives up a node that does not respond after seconds, instead of most of a minute."""
+TIMEOUTS = "join_timeout=1800,last_call_timeout=2,keep_alive_interval=1,keep_alive_max_attempt=3"
+"""Torchrun gives up a node that does not respond after seconds, instead of most of a minute, and
+waits for half an hour until all are there.
+"""
 
 ENVIRONMENT = {
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": (
@@ -71,6 +74,11 @@ class Job:
     """Time limit."""
     image: str = "longspan"
     """Container image."""
+    kind: Literal["job", "jobset", "trainjob"] = "job"
+    """The Kubernetes object."""
+    namespace: str = ""
+    volume: str = "longspan"
+    """A PersistentVolumeClaim that all pods can mount and write."""
     partition: str = ""
     account: str = ""
     hardware: str = ""
@@ -103,6 +111,8 @@ class Job:
             ("partition", self.partition, WORD, "a name of Slurm"),
             ("account", self.account, WORD, "a name of Slurm"),
             ("image", self.image, IMAGE, "the name of a container image"),
+            ("namespace", self.namespace, LABEL, "a DNS label"),
+            ("volume", self.volume, LABEL, "the name of a PersistentVolumeClaim"),
         ]
         for what, text, pattern, kind in words:
             if text and not pattern.fullmatch(text):
@@ -208,10 +218,11 @@ class Shell(str):
     """Text that the shell expands, such as "$host": it is quoted already."""
 
 
-def torchrun(job: Job, endpoint: str = "") -> list[list[str]]:
+def torchrun(job: Job, endpoint: str = "", *, run_file: str = "") -> list[list[str]]:
     """Return the command of one node, in groups of arguments that stand on one line.
 
-    `endpoint`: host and port of the rendezvous, if there are several nodes.
+    `endpoint`: host and port of the rendezvous, if there are several nodes. `run_file`: its path on
+    the node, if it is another.
     """
     start = [["torchrun", "--nnodes", str(job.nodes)]]
     start[0] += ["--nproc-per-node", str(job.processes_per_node)]
@@ -221,7 +232,7 @@ def torchrun(job: Job, endpoint: str = "") -> list[list[str]]:
         start += [["--rdzv-conf", TIMEOUTS]]
     else:
         start += [["--standalone"]]  # a rendezvous on a free port
-    train = [["-m", "longspan", "train", as_path(job.run_file)]]
+    train = [["-m", "longspan", "train", as_path(run_file or job.run_file)]]
     train += [[override] for override in job.overrides]
     return [*start, *train, ["--resume", as_path(job.run_dir)]]
 

@@ -297,10 +297,12 @@ def _train(
         if is_main:
             _report_goodput(run_dir, history, state.step, reporter, metrics)
         validation_loss = evaluation.loss(requests)
-        if any(all_reduce_any(mesh, requests.stop)):
+        is_stopped, by_file = all_reduce_any(mesh, requests.stop, requests.by_file)
+        if is_stopped:
             raise Stopped(
                 f"stopped at step {state.step} of {settings.steps}, checkpoint saved; resume with\n"
-                f"  longspan train --resume {run_dir}"
+                f"  longspan train --resume {run_dir}",
+                by_signal=not by_file,
             )
         evaluation.report(validation_loss, state.step, reporter, metrics)
         if by_position := evaluation.by_position(requests):

@@ -19,13 +19,14 @@ from longspan.stop_signals import stop_signals
 
 
 class StopRequests:
-    """In this context `stop` turns true at the first signal.
+    """In this context `stop` turns true at the first signal, or with `by_file` for a file.
 
     `folder` is polled for files; None on ranks that leave this to another.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.stop = False
+        self.by_file = False
         self._folder = folder
         self._unremovable: set[str] = set()
         self._previous: dict[signal.Signals, Any] = {}
@@ -40,7 +41,8 @@ class StopRequests:
 
     def poll(self) -> tuple[bool, bool]:
         """Whether a stop is requested, and whether a save is."""
-        self.stop |= self._consume("STOP")
+        self.by_file |= self._consume("STOP")
+        self.stop |= self.by_file
         return self.stop, self._consume("SAVE")
 
     def _consume(self, name: str) -> bool:
