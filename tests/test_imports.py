@@ -48,7 +48,9 @@ MAY_IMPORT = {
     "create": MODEL | {"device", "parallel", "runfile"},
     "compat": {"attention", "create", "parallel", "sketching"},
     "verification": {"checkpoint", "config", "launching", "runfile", "tracking"},
-    "benchmarks": MODEL | RUN | {"parallel", "engines", "planning", "sketch_run", "training"},
+    "benchmarks": MODEL
+    | RUN
+    | {"launching", "parallel", "engines", "planning", "sketch_run", "training"},
     "reporting": MODEL | RUN | {"parallel"},
     "cli": MODEL
     | RUN

@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 
 from longspan.cli.parser import Commands
-from longspan.cli.shared import DONE
+from longspan.cli.shared import DONE, split_items
 from longspan.errors import UserError
 from longspan.progress import loading
 
@@ -39,6 +39,53 @@ def add(actions: Commands) -> None:
         "--device", choices=["cpu", "cuda"], help="device of the tensors (default: GPUs if there)"
     )
     collectives.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as SVG")
+
+    scaling = actions.add(
+        "scaling",
+        "compare the step time of 1, 2, … processes",
+        "bench scaling --nproc 1,2,4,8 --mode weak --csv scaling.csv --plot scaling.svg",
+        verb=bench_scaling,
+    )
+    scaling.add_argument(
+        "items",
+        nargs="*",
+        metavar="RUN.toml | section.key=value",
+        help="a run file and overrides (default: the built-in run, grown to fit every layout)",
+    )
+    scaling.add_argument(
+        "--nproc",
+        metavar="1,N,…",
+        help="numbers of processes, of which one is 1 (default: 1, 2, 4, … up to 8, as many as "
+        "there are cores, or GPUs)",
+    )
+    scaling.add_argument(
+        "--mode",
+        choices=["strong", "weak"],
+        default="strong",
+        help="strong: the same work on all; weak: work that grows with the processes",
+    )
+    scaling.add_argument(
+        "--layouts",
+        default="ddp,fsdp,tensor,sequence",
+        metavar="A,B,…",
+        help="layouts to measure: ddp, fsdp, tensor, sequence",
+    )
+    scaling.add_argument(
+        "--cores",
+        type=int,
+        metavar="K",
+        help="cores of each process on CPUs (default: cores of the machine / most processes)",
+    )
+    scaling.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="number of steps to time"
+    )
+    scaling.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        help="device to train on (default: GPUs if there is one per process)",
+    )
+    scaling.add_argument("--csv", type=Path, metavar="FILE", help="write the figures as CSV")
+    scaling.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as SVG")
 
 
 def bench_collectives(args: argparse.Namespace) -> None:
@@ -97,3 +144,41 @@ def parse_bytes(text: str) -> int:
     if found is None:
         raise UserError(f"--max-bytes must be a size such as 64M or 1G, got {text!r}")
     return int(found[1]) * UNITS[found[2].upper()]
+
+
+def bench_scaling(args: argparse.Namespace) -> None:
+    file, overrides = split_items(args.items)
+    with loading():
+        import torch
+
+        from longspan.benchmarks.scaling import LAYOUTS, Setting, bench_scaling, default_cores
+        from longspan.launching.pinning import CAN_PIN, available_cores
+
+    gpus = torch.cuda.device_count()
+    here = gpus if args.device == "cuda" or (args.device is None and gpus > 1) else 0
+    most = min(8, here or len(available_cores()))
+    processes = tuple(n for n in (1, 2, 4, 8) if n <= most)
+    if args.nproc is not None:
+        if not re.fullmatch(r"\d{1,5}(,\d{1,5})*", args.nproc):
+            raise UserError(f"--nproc must be numbers such as 1,2,4, got {args.nproc!r}")
+        processes = tuple(sorted({int(text) for text in args.nproc.split(",")}))
+    if processes[0] != 1:
+        raise UserError(
+            f"--nproc must have 1, which the others are compared with, got {args.nproc}"
+        )
+    layouts = tuple(dict.fromkeys(args.layouts.split(",")))
+    if unknown := [name for name in layouts if name not in LAYOUTS]:
+        raise UserError(f"--layouts must be among {', '.join(LAYOUTS)}, got {unknown[0]!r}")
+    for option in ("steps", "cores"):
+        if (value := getattr(args, option)) is not None and value < 1:
+            raise UserError(f"--{option} must be at least 1, got {value}")
+    device = args.device or ("cuda" if gpus >= processes[-1] else "cpu")
+    if device == "cuda" and gpus < processes[-1]:
+        raise UserError(
+            f"--device cuda needs a GPU per process: {processes[-1]} processes, {gpus} GPUs"
+        )
+    cores = (args.cores or default_cores(processes)) if device == "cpu" else None
+    if args.cores and (device == "cuda" or not CAN_PIN):
+        raise UserError("--cores has no effect: processes are pinned to cores on Linux, on CPUs")
+    setting = Setting(args.mode, layouts, processes, device, cores, args.steps)
+    bench_scaling(file, overrides, setting, args.json, args.csv, args.plot)

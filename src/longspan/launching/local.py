@@ -19,10 +19,11 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType, MappingProxyType, TracebackType
 
 from longspan.faults import FAULT, LAUNCHER_PID
 from longspan.generation import Generation
+from longspan.launching.pinning import pin_rank
 from longspan.launching.spares import Process, Spares
 from longspan.locking import INHERITED
 from longspan.loopback import STORE, loopback_only
@@ -53,6 +54,7 @@ def run_processes(
     received: list[int] | None = None,
     lock: int | None = None,
     on_poll: Callable[[], None] = lambda: None,
+    variables: Mapping[str, str] = MappingProxyType({}),
     spares: Spares | None = None,
     on_lost: OnLost | None = None,
 ) -> int:
@@ -60,9 +62,10 @@ def run_processes(
 
     Log files are copied to `log_dir` at the end, if its parent exists by then; with `quiet` rank 0
     writes a log file too. Signals that were forwarded are appended to `received`. `on_poll` is
-    called again and again while the processes run. They inherit `lock`, the descriptor of the lock
-    of their run folder. Ranks are made of `spares` as far as there are any, and more spares are
-    started once all train. A rank that is lost then is replaced, if `on_lost` agrees.
+    called again and again while the processes run. Their environment is that of this process and
+    `variables`. They inherit `lock`, the descriptor of the lock of their run folder. Ranks are made
+    of `spares` as far as there are any, and more spares are started once all train. A rank that is
+    lost then is replaced, if `on_lost` agrees.
     """
     _remove_leftovers()
     folder = Path(tempfile.mkdtemp(prefix=TEMPORARY))
@@ -72,6 +75,7 @@ def run_processes(
     logs.mkdir()
     environment = {
         **os.environ,
+        **variables,
         "WORLD_SIZE": str(nproc),
         STORE: str(folder / "store"),
         "MASTER_ADDR": "127.0.0.1",  # Accelerate asks for it; nothing listens there
@@ -294,6 +298,7 @@ def join_launcher() -> None:
     It is killed when the launcher dies, and reports its traceback to it. Without this, a torchrun
     agent that is killed would leave workers behind that keep training next to their replacements.
     """
+    pin_rank()
     parent, agent = os.environ.get(LAUNCHER_PID), os.environ.get("TORCHELASTIC_RUN_ID")
     if (parent or agent) and sys.platform == "linux":
         import ctypes
