@@ -10,67 +10,29 @@ import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, NoReturn
 
-from longspan.cli.parser import Commands, Parser
+from longspan.cli.launch_options import OPTIONS, add_size
+from longspan.cli.parser import Commands
 from longspan.cli.shared import split_items
 from longspan.errors import UserError
 from longspan.files import write_new
 from longspan.hardware import NODES
+from longspan.launching.docker import CONTEXT, DOCKER
 from longspan.launching.job import MAX_NAME, Job, Target, parse_minutes, parse_nodes
-from longspan.launching.kubernetes import KINDS, KUBERNETES
+from longspan.launching.kubernetes import KUBERNETES
 from longspan.launching.node_script import LOCAL
-from longspan.presets import MODELS
+from longspan.launching.skypilot import SKYPILOT
 from longspan.progress import loading, stderr_console
 from longspan.wording import counted
 
 if TYPE_CHECKING:
     from longspan.config import Run
 
-TARGETS: tuple[Target, ...] = (LOCAL, KUBERNETES)
-
-OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
-    "minutes": (
-        "--time",
-        {
-            "metavar": "TIME",
-            "help": "time limit: minutes, HOURS:MM:SS or DAYS-HH:MM:SS (default: the scheduler's)",
-        },
-    ),
-    "partition": (
-        "--partition",
-        {"metavar": "NAME", "help": "partition of Slurm (default: the cluster's)"},
-    ),
-    "account": (
-        "--account",
-        {"metavar": "NAME", "help": "account to charge (default: the user's)"},
-    ),
-    "kind": (
-        "--kind",
-        {"choices": KINDS, "default": Job.kind, "help": "the object that runs the pods"},
-    ),
-    "namespace": (
-        "--namespace",
-        {"metavar": "NAME", "help": "namespace of the objects (default: that of kubectl)"},
-    ),
-    "volume": (
-        "--volume",
-        {
-            "metavar": "CLAIM",
-            "default": Job.volume,
-            "help": "claim of a volume for runs and data, mounted at /shared",
-        },
-    ),
-    "image": (
-        "--image",
-        {"metavar": "IMAGE", "default": Job.image, "help": "container image with longspan"},
-    ),
-}
-"""Options of some targets, by the fields of `Job`."""
+TARGETS: tuple[Target, ...] = (LOCAL, KUBERNETES, SKYPILOT, DOCKER)
 
 
 def add(commands: Commands) -> None:
@@ -98,7 +60,7 @@ def _add_target(commands: Commands, target: Target) -> None:
         metavar="RUN.toml | section.key=value",
         help="the run file, and any number of overrides, such as train.steps=100",
     )
-    _add_size(parser)
+    add_size(parser)
     for field in target.options:
         option, settings = OPTIONS[field]
         parser.add_argument(option, dest=field, **settings)
@@ -108,93 +70,37 @@ def _add_target(commands: Commands, target: Target) -> None:
     parser.add_argument("--submit", action="store_true", help="submit the job, or start it")
 
 
-def _add_size(parser: Parser) -> None:
-    parser.add_argument(
-        "--nodes",
-        metavar="N[:MAX]",
-        help="number of nodes that train; MAX starts more, which wait as hot spares (default: 1, "
-        "or as many of the --hardware as --gpus need)",
-    )
-    parser.add_argument(
-        "--gpus-per-node",
-        type=int,
-        metavar="M",
-        help="number of GPUs of a node, 0 for CPUs (default: --gpus / --nodes, or that of the "
-        "--hardware)",
-    )
-    parser.add_argument(
-        "--processes-per-node",
-        type=int,
-        metavar="M",
-        help="number of processes of a node (default: one per GPU, or one)",
-    )
-    parser.add_argument(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="number of GPUs of all nodes (default: see --gpus-per-node)",
-    )
-    parser.add_argument(
-        "--hardware",
-        choices=list(NODES),
-        metavar="GPU",
-        help=f"{', '.join(NODES)}: checks that model and optimizer fit (default: not checked)",
-    )
-    parser.add_argument(
-        "--model-size",
-        choices=list(MODELS),
-        help="the same as model.preset=... (default: the run file's)",
-    )
-    parser.add_argument(
-        "--epochs",
-        type=float,
-        metavar="E",
-        help="passes over the data, instead of train.steps (default: the run file's steps)",
-    )
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=Job.restarts,
-        metavar="N",
-        help="how often to resume the run after a process has failed",
-    )
-    parser.add_argument(
-        "--run-dir",
-        metavar="DIR",
-        help="run folder, which every node sees; resumed if it exists (default: runs/NAME)",
-    )
-    parser.add_argument("--name", help="name of the job (default: made from the run file's name)")
-
-
 def launch(args: argparse.Namespace, target: Target) -> None:
     """Print, write or submit a job. Nothing is started without --submit."""
     job = _job(args, target)
     text = target.text(job)
-    command = target.submit(job, args.out or "-")
     if args.submit:
-        _check_submission(job, target, command)
+        _check_submission(job, target, args.out)
     if args.out:
         write_new(text, Path(args.out))
-    else:
-        command = target.submit(job, "FILE")
-    how = "submit it" if target.starts_all_nodes else "run it"
-    where = " on every node" if job.is_multi_node and not target.starts_all_nodes else ""
     if args.submit:
-        _submit(target.submit(job, args.out or "-"), text if not args.out else None)
-    elif args.out:
-        print(f"{args.out}: {how}{where} with\n  {shlex.join(command)}")
+        _submit(target.submit(job, args.out or "-"), None if args.out else text)
+    how = "submit it" if target.starts_all_nodes else "run it"
+    if job.is_multi_node and not target.starts_all_nodes:
+        how += " on every node"
+    command = shlex.join(target.submit(job, args.out or "FILE"))
+    if args.out:
+        print(f"{args.out}: {how} with\n  {command}")
     else:
         print(text, end="")
-        note = f"longspan: nothing was started; write it with -o FILE, and {how}{where} with"
-        stderr_console().print(f"{note} {shlex.join(command)}", markup=False)
+        note = f"longspan: nothing was started; write it with -o FILE, and {how} with {command}"
+        stderr_console().print(note, markup=False)
 
 
-def _check_submission(job: Job, target: Target, command: Sequence[str]) -> None:
+def _check_submission(job: Job, target: Target, out: str | None) -> None:
+    command = target.submit(job, out or "FILE")
     if job.is_multi_node and not target.starts_all_nodes:
         raise UserError(
             f"{target.name} cannot start {job.max_nodes} nodes from one: write the file with -o, "
-            f"and on each of them run `{shlex.join(target.submit(job, 'FILE'))}`"
+            f"and on each of them run `{shlex.join(command)}`"
         )
+    if not out and not target.reads_stdin:
+        raise UserError(f"--submit needs -o FILE: {command[0]} reads a file only")
     if not shutil.which(command[0]):
         raise UserError(
             f"--submit needs the program {command[0]}, which is not on the PATH of this machine: "
@@ -202,7 +108,7 @@ def _check_submission(job: Job, target: Target, command: Sequence[str]) -> None:
         )
 
 
-def _submit(command: list[str], text: str | None) -> None:
+def _submit(command: list[str], text: str | None) -> NoReturn:
     """Become the command, which reads `text` as its stdin, so that signals and the exit code are
     its own.
     """
@@ -231,6 +137,8 @@ def _job(args: argparse.Namespace, target: Target) -> Job:
     chosen = {key: getattr(args, key) for key in target.options if getattr(args, key) is not None}
     if "minutes" in chosen:
         chosen["minutes"] = parse_minutes(chosen["minutes"])
+    if "source" in target.options and not (target is SKYPILOT and args.image):
+        chosen["source"] = _source(args.source)
     job = Job(
         name=name,
         run_file=os.path.abspath(file),
@@ -245,6 +153,16 @@ def _job(args: argparse.Namespace, target: Target) -> Job:
         **chosen,
     )
     return _checked(job, file, args.epochs)
+
+
+def _source(given: str | None) -> str:
+    """The folder of longspan's source: by default the one that this process runs."""
+    folder = Path(__file__).parents[3] if given is None else Path(given)
+    missing = [name for name in CONTEXT if not (folder / name).exists()]
+    if missing:
+        text = f"{folder} is not the source of longspan: it has no {missing[0]}"
+        raise UserError(f"{text}; give another folder with --source")
+    return os.path.abspath(folder)
 
 
 def _size(args: argparse.Namespace) -> tuple[int, int, int]:

@@ -72,8 +72,10 @@ class Job:
     """How often torchrun restarts the workers after one has failed."""
     minutes: int | None = None
     """Time limit."""
-    image: str = "longspan"
+    image: str = ""
     """Container image."""
+    source: str = ""
+    """Folder of longspan's source, from which it is installed or its image is built."""
     kind: Literal["job", "jobset", "trainjob"] = "job"
     """The Kubernetes object."""
     namespace: str = ""
@@ -100,6 +102,7 @@ class Job:
 
     def _bad_texts(self) -> list[str]:
         texts = {"run file": self.run_file, "run folder": self.run_dir}
+        texts |= {"source folder": self.source} if self.source else {}
         texts |= {f"override {n}": text for n, text in enumerate(self.overrides, 1)}
         found = [f"the {what} {why}" for what, text in texts.items() if (why := _unsafe(text))]
         if "=" in self.run_file:
@@ -180,6 +183,7 @@ class Target:
     """A name of the file for examples."""
     root: str = ""
     """Where containers mount the volume that they share; run folders are in it."""
+    reads_stdin: bool = True
     starts_all_nodes: bool = True
     """Whether the command that submits starts all nodes; otherwise each runs the file."""
 

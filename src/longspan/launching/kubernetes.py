@@ -10,14 +10,12 @@ replaced.
 
 from __future__ import annotations
 
-import sys
 from pathlib import PurePosixPath
 from typing import Any
 
-import yaml
-
 from longspan.errors import UserError
 from longspan.launching.job import ENVIRONMENT, SAVE_S, Job, Target, as_path, torchrun
+from longspan.launching.manifest import dump
 from longspan.wording import counted
 
 KINDS = ("job", "jobset", "trainjob")
@@ -71,21 +69,6 @@ def objects(job: Job) -> list[tuple[str, Object]]:
     return [*found, runtime, (train, _train_job(job))]
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes no anchors, and texts of several lines as such."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-
-def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in text else None
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
-
-
-_Dumper.add_representer(str, _represent)
-
-
 WHY = {
     "podFailurePolicy:": "Exit code 2 is invalid input, no better the second time; a disruption "
     "(drained node, preemption) does not count.",
@@ -101,7 +84,7 @@ WHY = {
 
 def _explained(found: Object) -> str:
     """Return an object as YAML with comments."""
-    text = yaml.dump(found, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=sys.maxsize)
+    text = dump(found)
     if found["kind"] == "ConfigMap":  # a line of the run file is not one of ours
         return text
     lines, seen = [], set[str]()
@@ -234,7 +217,7 @@ def _pod(job: Job) -> Object:
     def container(name: str, command: list[str], environment: list[Object], **more: Any) -> Object:
         return {
             "name": name,
-            "image": job.image,
+            "image": job.image or "longspan",
             "command": command,
             "env": environment,
             **more,

@@ -1,0 +1,117 @@
+"""The options of `longspan launch`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from longspan.cli.parser import Parser
+from longspan.hardware import NODES
+from longspan.launching.job import Job
+from longspan.launching.kubernetes import KINDS
+from longspan.presets import MODELS
+
+OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
+    "minutes": (
+        "--time",
+        {
+            "metavar": "TIME",
+            "help": "time limit: minutes, HOURS:MM:SS or DAYS-HH:MM:SS (default: the scheduler's)",
+        },
+    ),
+    "partition": (
+        "--partition",
+        {"metavar": "NAME", "help": "partition of Slurm (default: the cluster's)"},
+    ),
+    "account": (
+        "--account",
+        {"metavar": "NAME", "help": "account to charge (default: the user's)"},
+    ),
+    "kind": (
+        "--kind",
+        {"choices": KINDS, "default": Job.kind, "help": "the object that runs the pods"},
+    ),
+    "namespace": (
+        "--namespace",
+        {"metavar": "NAME", "help": "namespace of the objects (default: that of kubectl)"},
+    ),
+    "volume": (
+        "--volume",
+        {
+            "metavar": "CLAIM",
+            "default": Job.volume,
+            "help": "claim of a volume for runs and data, mounted at /shared",
+        },
+    ),
+    "image": (
+        "--image",
+        {"metavar": "IMAGE", "help": "container image with longspan (default: longspan)"},
+    ),
+    "source": (
+        "--source",
+        {
+            "metavar": "FOLDER",
+            "help": "folder of longspan's source, to install it from (default: that of this "
+            "longspan)",
+        },
+    ),
+}
+"""Options of some targets, by the fields of `Job`."""
+
+
+def add_size(parser: Parser) -> None:
+    """Add the options of all targets: how large the job is, and what it is called."""
+    parser.add_argument(
+        "--nodes",
+        metavar="N[:MAX]",
+        help="number of nodes that train; MAX starts more, which wait as hot spares (default: 1, "
+        "or as many of the --hardware as --gpus need)",
+    )
+    parser.add_argument(
+        "--gpus-per-node",
+        type=int,
+        metavar="M",
+        help="number of GPUs of a node, 0 for CPUs (default: --gpus / --nodes, or that of the "
+        "--hardware)",
+    )
+    parser.add_argument(
+        "--processes-per-node",
+        type=int,
+        metavar="M",
+        help="number of processes of a node (default: one per GPU, or one)",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="number of GPUs of all nodes (default: see --gpus-per-node)",
+    )
+    parser.add_argument(
+        "--hardware",
+        choices=list(NODES),
+        metavar="GPU",
+        help=f"{', '.join(NODES)}: checks that model and optimizer fit (default: not checked)",
+    )
+    parser.add_argument(
+        "--model-size",
+        choices=list(MODELS),
+        help="the same as model.preset=... (default: the run file's)",
+    )
+    parser.add_argument(
+        "--epochs",
+        type=float,
+        metavar="E",
+        help="passes over the data, instead of train.steps (default: the run file's steps)",
+    )
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=Job.restarts,
+        metavar="N",
+        help="how often to resume the run after a process has failed",
+    )
+    parser.add_argument(
+        "--run-dir",
+        metavar="DIR",
+        help="run folder, which every node sees; resumed if it exists (default: runs/NAME)",
+    )
+    parser.add_argument("--name", help="name of the job (default: made from the run file's name)")
