@@ -37,6 +37,20 @@ def block_problem(tokens: int, block_size: int) -> str | None:
     )
 
 
+def backend_problem(backend: str, device: str, ranks: Mapping[str, int]) -> str | None:
+    """Return why a backend cannot connect these ranks per axis on "cpu" or "cuda" devices."""
+    if backend == "nccl" and device == "cpu":
+        return '"nccl" connects GPUs, but the device is a CPU: use "auto" or "gloo"'
+    others = [axis for axis, n in ranks.items() if n > 1 and axis != "replicate"]
+    if backend == "gloo" and device == "cuda" and others:
+        return (
+            '"gloo" can all-reduce and broadcast CUDA tensors, but not gather or scatter them, as '
+            f'layout.{others[0]} = {ranks[others[0]]} needs: use "nccl", or layout.replicate as '
+            "the only axis"
+        )
+    return None
+
+
 def layout_problems(ranks: Mapping[str, int], world: int) -> list[str]:
     """Return why these ranks per axis do not cover `world` processes."""
     if zeros := [axis for axis, n in ranks.items() if n == 0]:

@@ -183,6 +183,7 @@ BLOCK_SPARSE = ("block_sparse", "dilated_block_sparse")
 DILATED_KEYS = ("segment_lengths", "dilation_rates")
 BLOCK_SPARSE_KEYS = ("local_window", "global_tokens", "stride", "density", "block_seed")
 
+Backend = Literal["auto", "nccl", "gloo", "mpi"]
 AXES = ("replicate", "shard", "sequence", "tensor", "pipeline")
 
 
@@ -218,6 +219,10 @@ class Layout(Section):
     offload: bool = False
     """Offloads sharded parameters, gradients and optimizer state to CPU, where the optimizer
     runs."""
+    backend: Backend = "auto"
+    """Library that communicates between ranks: "auto" is NCCL for GPUs (and gloo for tensors on the
+    CPU), gloo on CPUs; "gloo" on GPUs needs `replicate` as the only axis; "mpi" needs a PyTorch
+    that was built with MPI."""
 
     @property
     def stages_per_rank(self) -> int:
@@ -453,4 +458,5 @@ class Run(Section):
         train = self.train
         on_cpu = train.device == "cpu" or (train.device == "auto" and not may_have_gpu())
         is_native = self.engine.name == "native" and train.compile is not True
+        is_native = is_native and self.layout.backend != "mpi"
         return on_cpu and is_native and self.layout.resolve(world)["replicate"] > 1

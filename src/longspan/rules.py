@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from importlib.metadata import version
 from typing import Any
 
-from longspan.checks import block_problem, branch_problems, layout_problems
+from longspan.checks import backend_problem, block_problem, branch_problems, layout_problems
 from longspan.config import (
     BLOCK_SPARSE,
     BLOCK_SPARSE_KEYS,
@@ -280,6 +280,8 @@ def _layout_rules(layout: Layout, train: Train, world: int) -> Problems:
             "true needs sharded parameters, but layout.shard is 1: set layout.shard > 1 or "
             "layout.offload = false",
         )
+    if problem := backend_problem(layout.backend, train.device, ranks):
+        yield Problem("layout.backend", problem)
     data_parallel = ranks["replicate"] * ranks["shard"]
     per_pass = train.micro_batch * data_parallel
     if train.global_batch % train.micro_batch == 0 and train.global_batch % per_pass:
@@ -352,6 +354,12 @@ def _engine_rules(engine: Engine, layout: Layout, train: Train, world: int) -> P
             "layout.replicate",
             f'{ranks["replicate"]} is not supported with engine.name = "{name}" and layout.shard = '
             f"{ranks['shard']}: use 1",
+        )
+    if layout.backend != "auto":
+        yield Problem(
+            "layout.backend",
+            f'"{layout.backend}" needs engine.name = "native", since "{name}" chooses by device: '
+            'use "auto"',
         )
     if layout.offload:
         other = ", and set engine.offload_optimizer and engine.offload_param"

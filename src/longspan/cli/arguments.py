@@ -27,6 +27,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         args.parser.reject(rest)
     if rest:
         args.items = [*args.items, *rest]
+    if backend := getattr(args, "backend", None):
+        args.items = [*args.items, f"layout.backend={backend}"]
     return args
 
 

@@ -11,6 +11,7 @@ from longspan.hardware import may_have_gpu
 from longspan.progress import loading
 
 JSON = "print the result as JSON on stdout"
+BACKENDS = ("auto", "nccl", "gloo", "mpi")
 DONE, FAILED = 0, 1
 """Exit codes of a command."""
 
@@ -26,6 +27,13 @@ def add_run_arguments(parser: Parser) -> None:
     parser.add_argument("--json", action="store_true", help=JSON)
     parser.add_argument(
         "-q", "--quiet", action="store_true", help="show no progress, only results and errors"
+    )
+
+
+def add_backend(parser: Parser) -> None:
+    """Add --backend, which `arguments.parse` turns into an override."""
+    parser.add_argument(
+        "--backend", choices=BACKENDS, help="the same as the override layout.backend=BACKEND"
     )
 
 

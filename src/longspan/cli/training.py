@@ -16,6 +16,7 @@ from longspan.cli.parser import Commands
 from longspan.cli.shared import (
     DONE,
     FAILED,
+    add_backend,
     add_run_arguments,
     builtin_name,
     split_items,
@@ -107,6 +108,7 @@ def _add_train(commands: Commands) -> None:
         metavar="N",
         help="number of processes to start on this machine; not needed under torchrun (default: 1)",
     )
+    add_backend(parser)
     parser.add_argument(
         "--restarts",
         type=int,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from longspan.attention import KVCache
 from longspan.checkpoint import Region, TensorShard
-from longspan.config import Train
+from longspan.config import Layout, Train
 from longspan.engines.agreement import Settings
 from longspan.engines.deepspeed_internals import Fragment, ZeroPartitions, silence
 from longspan.engines.loss_scale import LossScale
@@ -36,7 +36,7 @@ from longspan.loopback import loopback_only
 from longspan.models import Decoder
 from longspan.nn import logits_of
 from longspan.parallel.grad_norm import clip_grad_norm
-from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.mesh import ParallelMesh, choose_backend
 from longspan.parallel.parameters import named_parameters
 from longspan.parallel.pipeline import ForwardContext
 
@@ -303,7 +303,7 @@ def _init_process_group(mesh: ParallelMesh, device: torch.device) -> None:
     ):
         os.environ.setdefault(name, str(value))
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        backend = choose_backend(Layout(), 1, device)
         loopback_only(os.environ)
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1)

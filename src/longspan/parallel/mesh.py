@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor
 
+from longspan.checks import backend_problem
 from longspan.config import Layout
 from longspan.errors import UserError
 from longspan.loopback import STORE
@@ -111,6 +113,38 @@ def device_type_of(group: dist.ProcessGroup | None = None) -> str:
     return "cuda" if "nccl" in dist.get_backend_config(group) else "cpu"
 
 
+def choose_backend(layout: Layout, world: int, device: torch.device) -> str:
+    """The backend of a process group of `world` ranks with devices such as `device`."""
+    wanted = layout.backend
+    if problem := backend_problem(wanted, device.type, layout.resolve(world)):
+        raise UserError(f"layout.backend = {problem}")
+    if wanted in ("gloo", "mpi"):
+        backend: str = wanted
+    else:  # ranks agree on values in CPU memory, which NCCL cannot send
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    built = {
+        "nccl": dist.is_nccl_available,
+        "gloo": dist.is_gloo_available,
+        "mpi": dist.is_mpi_available,
+    }
+    for name, is_available in built.items():
+        if name in backend and not is_available():
+            change = (
+                'use "auto", or build PyTorch from source with MPI installed'
+                if name == "mpi"
+                else "install another build of PyTorch"
+            )
+            raise UserError(
+                f'layout.backend = "{wanted}" needs {name.upper()}, but PyTorch '
+                f"{torch.__version__} was built without it: {change}"
+            )
+    return backend
+
+
+def _backends_of_group() -> list[str]:
+    return sorted(set(re.findall(r"\w+:(\w+)", dist.get_backend_config())))
+
+
 @contextmanager
 def open_mesh(
     layout: Layout, world: World, device: torch.device, timeout_s: float = 600.0
@@ -122,12 +156,25 @@ def open_mesh(
     if world.size == 1:
         yield ParallelMesh(layout, world)
         return
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    backend = choose_backend(layout, world.size, device)
     was_initialized = dist.is_initialized()
+    if was_initialized and layout.backend not in ("auto", *_backends_of_group()):
+        raise UserError(
+            f'layout.backend = "{layout.backend}" needs a process group of that backend, but this '
+            f'process has one of {", ".join(_backends_of_group())}: set "auto"'
+        )
     if not was_initialized:
         record_collectives()
         timeout = timedelta(seconds=timeout_s + 60)
-        if file := os.environ.get(STORE):
+        if backend == "mpi":  # which numbers the ranks by itself
+            dist.init_process_group(backend, timeout=timeout)
+            found = World(dist.get_rank(), dist.get_world_size(), world.local_rank)
+            if found != world:
+                raise UserError(
+                    f"the environment says rank {world.rank} of {world.size}, but MPI says "
+                    f"{found.rank} of {found.size}: start the processes with mpirun alone"
+                )
+        elif file := os.environ.get(STORE):
             # Torch's TCP store would listen on all interfaces, for anyone; this is a file of ours.
             store = dist.FileStore(file, world.size)  # type: ignore[attr-defined]
             dist.init_process_group(
