@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "planning": MODEL | {"derived", "parallel"},
     "hf": {"attention", "hf_config"},
     "launching": set(),
+    "doctor": {"config", "costs", "data", "device", "parallel", "runfile", "tracking"},
     "trained": MODEL | RUN,
     "generate": MODEL | RUN | {"trained"},
     "sketch_run": MODEL | RUN | {"parallel", "trained", "training"},
@@ -54,7 +55,7 @@ MAY_IMPORT = {
     "reporting": MODEL | RUN | {"parallel"},
     "cli": MODEL
     | RUN
-    | {"benchmarks", "drill", "engines", "export", "generate", "launching", "parallel"}
+    | {"benchmarks", "doctor", "drill", "engines", "export", "generate", "launching", "parallel"}
     | {"init", "planning", "reporting", "sketch_run", "trained", "training", "verification"},
     "__main__": {"cli"},
 }

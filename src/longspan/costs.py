@@ -123,3 +123,8 @@ def linear_costs(model: Model) -> tuple[Cost, Cost]:
             dense_total += dense
             total += form(*size, rank) if rank else dense
     return dense_total, total
+
+
+def checkpoint_bytes(model: Model) -> int:
+    """Bytes of a checkpoint: float32 weights, and the two moments of Adam."""
+    return 12 * count_parameters(model)

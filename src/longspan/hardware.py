@@ -1,6 +1,7 @@
-"""What is known of devices without torch: peak FLOP/s, for MFU, and whether there may be a GPU.
+"""What is known of devices without torch: peak FLOP/s and memory bandwidth, and whether there may
+be a GPU.
 
-An unknown device has no peak FLOP/s; it is never guessed.
+An unknown device has no peak; it is never guessed.
 """
 
 from __future__ import annotations
@@ -18,6 +19,23 @@ PEAK_FLOPS: dict[str, float] = {
     "B200": 2250e12,
     "MI300X": 1300e12,
 }
+
+
+# Bytes/s of the memory from the same data sheets; of several memories of one name, the slowest.
+PEAK_BANDWIDTH: dict[str, float] = {
+    "V100": 0.9e12,
+    "A100": 1.555e12,
+    "H100 PCIe": 2.0e12,
+    "H100": 3.35e12,
+    "H200": 4.8e12,
+    "B200": 7.7e12,
+    "MI300X": 5.3e12,
+}
+
+
+def peak_bandwidth(device_name: str) -> float | None:
+    """Return the peak memory bandwidth of a device in bytes/s, or None if it is unknown."""
+    return next((peak for part, peak in PEAK_BANDWIDTH.items() if part in device_name), None)
 
 
 def peak_flops(device_name: str) -> float | None:

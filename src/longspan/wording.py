@@ -24,6 +24,13 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
+def size_text(size: float) -> str:
+    """Return a number of bytes as "512 B", "9.8 MiB", "1,024.0 GiB"."""
+    units = ("B", "KiB", "MiB", "GiB")
+    power = next((n for n in range(3) if size < 1024 ** (n + 1)), 3)
+    return f"{size / 1024**power:,.{int(power > 0)}f} {units[power]}"
+
+
 def printable(text: str) -> str:
     """A text that others wrote, for a terminal: a control character becomes a question mark."""
     return "".join(character if character.isprintable() else "�" for character in text)

@@ -9,6 +9,7 @@ from longspan import __version__
 from longspan.cli import (
     bench,
     completion,
+    doctor,
     inputs,
     launch,
     profile,
@@ -43,6 +44,7 @@ def build_parser() -> Parser:
     # The `deepspeed` launcher passes it; the environment holds the same value.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_commands()
-    for group in (training, launch, profile, trained, watch, report, inputs, bench, completion):
+    groups = (training, launch, doctor, profile, trained, watch, report, inputs, bench, completion)
+    for group in groups:
         group.add(commands)
     return parser

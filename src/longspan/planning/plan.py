@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from longspan.attention import pattern_of
 from longspan.config import Run, Sketch
-from longspan.costs import count_parameters
+from longspan.costs import checkpoint_bytes, count_parameters
 from longspan.derived import derived_values
 from longspan.errors import UserError
 from longspan.models import flops_per_sample
@@ -147,7 +147,7 @@ def plan(run: Run, gpus: int) -> Plan:
         attention_flops=attention / context,
         stages=memory_per_rank(run, gpus),
         micro_batch_tokens=run.train.micro_batch * context // ranks["sequence"],
-        checkpoint_bytes=12 * parameters,  # float32, with the two Adam moments
+        checkpoint_bytes=checkpoint_bytes(run.model),
         alternatives=_alternatives(run, gpus),
     )
 

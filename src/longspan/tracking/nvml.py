@@ -1,4 +1,4 @@
-"""Utilisation, temperature and power of a GPU by NVML, where nvidia-ml-py is installed."""
+"""What NVML says of a GPU, where nvidia-ml-py is installed: utilisation, temperature, power."""
 
 from __future__ import annotations
 
@@ -12,6 +12,30 @@ INTERVAL_S = 5.0
 SENSORS = ("gpu_utilization", "gpu_temperature_c", "gpu_power_w")
 
 
+def open_nvml(uuid: str) -> tuple[Any, Any] | None:
+    """NVML and its handle of a GPU; None without package, driver or permission."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
+        return pynvml, pynvml.nvmlDeviceGetHandleByUUID(name)
+    except Exception:  # noqa: BLE001  no package, no driver, no permission: nothing is known
+        return None
+
+
+def driver_version() -> tuple[str, str] | None:
+    """The version of the driver, and of the newest CUDA that it supports; None without NVML."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        version, cuda = pynvml.nvmlSystemGetDriverVersion(), pynvml.nvmlSystemGetCudaDriverVersion()
+        return str(version), f"{cuda // 1000}.{cuda % 1000 // 10}"
+    except Exception:  # noqa: BLE001  as above
+        return None
+
+
 class GpuSensors:
     """The sensors of one GPU. Without NVML, or on any error of it, there are no readings."""
 
@@ -19,17 +43,8 @@ class GpuSensors:
         self._nvml: Any = None
         self._values: dict[str, float] = {}
         self._read = -math.inf
-        if uuid is None:
-            return
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            name = uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}"
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(name)
-            self._nvml = pynvml
-        except Exception:  # noqa: BLE001  no package, no driver, no permission: no readings
-            return
+        if uuid is not None and (opened := open_nvml(uuid)):
+            self._nvml, self._handle = opened
 
     def read(self) -> dict[str, float]:
         """Percent of time busy, degrees Celsius and watts; the last reading if it is recent."""
