@@ -132,12 +132,20 @@ def test_findings_of_many_ranks_are_one_row() -> None:
     hosts = {rank: f"gpu{rank // 8}" for rank in range(16)}
     report = join_findings(found, hosts, 16)
     assert [row.where for row in report.rows] == [
-        "ranks 0-2, 5-8, 10-15 on gpu0, gpu1",
         "ranks 3-4, 9 on gpu0, gpu1",
+        "ranks 0-2, 5-8, 10-15 on gpu0, gpu1",
     ]
     assert (report.status, report.summary()) == ("error", "1 error found on 16 ranks")
     assert join_findings({0: [same], 1: [same]}, hosts, 2).rows[0].where == ""
     assert ranks_text([7]) == "rank 7"
+    # Free space differs on every machine: one line in the table, all of it as JSON.
+    found = {rank: [Finding("disk", "ok", f"{rank} GiB")] for rank in range(16)}
+    report = join_findings(found, hosts, 16)
+    assert len(report.as_dict()["findings"]) == 16
+    table = report.as_table()
+    assert table.row_count == 1
+    (seen,) = table.columns[2].cells
+    assert str(seen) == "rank 0 on gpu0: 0 GiB; 15 others differ, all ok"
     assert Report(()).summary() == "no problem found"
 
 

@@ -79,7 +79,7 @@ def doctor(args: argparse.Namespace) -> None:
     if args.nproc is not None and args.nproc > 1:
         _start_processes(args)
         return
-    if world.size > 1:  # what torch logs of a rank out of reach, with stacks, the report says in a line
+    if world.size > 1:  # the report says in a line what torch logs of a rank out of reach
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     with loading(quiet=not world.is_main):
         from longspan.doctor import examine

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any, Literal
 
 from rich.table import Table
@@ -12,6 +13,7 @@ from rich.text import Text
 from longspan.wording import counted, printable
 
 Status = Literal["ok", "warning", "error"]
+MAX_OK_ROWS = 3
 COLORS: dict[Status, str] = {"ok": "green", "warning": "yellow", "error": "red"}
 
 
@@ -60,13 +62,23 @@ class Report:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold", max_width=16)
         table.add_column(overflow="fold", ratio=1)
-        for row in self.rows:
+        for row in self._shown_rows():
             found = row.finding
             text = Text(printable(f"{row.where}: {found.seen}" if row.where else found.seen))
             if found.advice:
                 text.append(f"\n→ {printable(found.advice)}", style="bold")
             table.add_row(Text(found.status, style=COLORS[found.status]), found.name, text)
         return table
+
+    def _shown_rows(self) -> Iterator[Row]:
+        """All rows, but of many that are ok and differ, as in free space, only the first."""
+        for name, rows in groupby(self.rows, lambda row: (row.finding.name, row.finding.status)):
+            first, *others = rows
+            if name[1] != "ok" or len(others) < MAX_OK_ROWS:
+                yield from (first, *others)
+            else:
+                seen = f"{first.finding.seen}; {len(others)} others differ, all ok"
+                yield replace(first, finding=replace(first.finding, seen=seen))
 
     def summary(self) -> str:
         counts = [
@@ -94,7 +106,8 @@ def join_findings(
     for finding, ranks in ranks_of.items():
         where = "" if set(ranks) == made_by[finding.name] else _where(ranks, hosts)
         rows.append(Row(finding, tuple(ranks), where))
-    return Report(tuple(sorted(rows, key=lambda row: order[row.finding.name])), world)
+    rows.sort(key=lambda row: (order[row.finding.name], row.finding.status))
+    return Report(tuple(rows), world)
 
 
 def _where(ranks: Sequence[int], hosts: Mapping[int, str]) -> str:
