@@ -41,7 +41,7 @@ MAY_IMPORT = {
     "planning": MODEL | {"derived", "parallel"},
     "hf": {"attention", "hf_config"},
     "launching": set(),
-    "doctor": {"config", "costs", "data", "device", "parallel", "runfile", "tracking"},
+    "doctor": RUN | {"benchmarks", "costs", "parallel", "planning"},
     "trained": MODEL | RUN,
     "generate": MODEL | RUN | {"trained"},
     "sketch_run": MODEL | RUN | {"parallel", "trained", "training"},

@@ -148,7 +148,7 @@ def measure_all(sizes: Sequence[int], device: torch.device) -> Iterator[Row | Un
                     raise
                 yield Unsupported(name, str(error).splitlines()[0])
                 break
-            seconds, actual = _seconds(call, device), elements * ELEMENT.itemsize
+            seconds, actual = seconds_per_call(call, device), elements * ELEMENT.itemsize
             rate = actual / seconds
             bus = BUS_FACTORS[name](ranks) * rate
             bandwidth = max(bandwidth, bus) if name == "send_recv" else bandwidth
@@ -211,7 +211,7 @@ _all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tenso
 _reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
-def _seconds(call: Callable[[], Tensor], device: torch.device) -> float:
+def seconds_per_call(call: Callable[[], Tensor], device: torch.device) -> float:
     """Seconds per call, after one that has warmed up: the median over blocks."""
     first = _block(call, 2, device) / 2
     calls = min(MAX_CALLS, max(1, int(BLOCK_S / max(first, 1e-9))))  # the same on all ranks

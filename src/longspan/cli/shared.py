@@ -33,7 +33,9 @@ def add_run_arguments(parser: Parser) -> None:
 def add_backend(parser: Parser) -> None:
     """Add --backend, which `arguments.parse` turns into an override."""
     parser.add_argument(
-        "--backend", choices=BACKENDS, help="the same as the override layout.backend=BACKEND"
+        "--backend",
+        choices=BACKENDS,
+        help="the same as the override layout.backend=... (default: what the run file says)",
     )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from longspan.benchmarks.collectives import call_of, seconds_per_call
 from longspan.config import Run
 from longspan.device import choose_device, resolve
 from longspan.doctor.data import check_data
@@ -23,13 +24,13 @@ from longspan.doctor.finding import Finding, Report, join_findings, ranks_text
 from longspan.doctor.machine import check_limits, check_shared_memory
 from longspan.doctor.meeting import Meeting, judge_clocks, missing_ranks, open_store
 from longspan.doctor.network import check_rendezvous
-from longspan.doctor.rates import all_reduce_rate
 from longspan.doctor.software import check_software, versions
 from longspan.doctor.step import check_step
 from longspan.doctor.variables import check_interfaces, check_variables
 from longspan.errors import UserError
 from longspan.parallel.mesh import choose_backend
 from longspan.parallel.world import World
+from longspan.planning.network import BUS_FACTORS
 
 Facts = dict[str, Any]
 """What a rank knows of itself, which rank 0 compares."""
@@ -37,6 +38,8 @@ Everyone = dict[int, tuple[list[Finding], Facts]]
 """What the ranks have found, and their facts."""
 
 
+ALL_REDUCED = {"cpu": 4 << 20, "cuda": 256 << 20}
+"""Bytes of the all-reduce that is measured."""
 PATIENCE = 12
 """Time limits of a check that rank 0 waits for the others: checks may be slow on one rank alone."""
 
@@ -229,7 +232,10 @@ def _check_all_reduce(exam: Examination, meeting: Meeting) -> Iterator[Finding]:
         dist.init_process_group(
             backend, store=store, rank=world.rank, world_size=world.size, timeout=timeout
         )
-    rate = all_reduce_rate(device, world.size)
+    elements = ALL_REDUCED[device.type] // 4 // world.size * world.size
+    call = call_of("all_reduce", elements, device)
+    call()
+    rate = BUS_FACTORS["all_reduce"](world.size) * 4 * elements / seconds_per_call(call, device)
     dist.barrier()
     dist.destroy_process_group()
     if world.rank == 0:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 
 REPEATS = 5
 """Measurements of which the best counts: anything else that runs makes one slower, never faster."""
@@ -36,16 +35,6 @@ def copy_rate(device: torch.device) -> float:
     source = torch.zeros(size, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * size / best_time(lambda: target.copy_(source), device)
-
-
-def all_reduce_rate(device: torch.device, world: int) -> float:
-    """Bus bandwidth, in bytes/s, of an all-reduce over the default process group.
-
-    2 (N − 1) / N of the tensor's bytes cross the slowest link, whatever the number N of ranks.
-    """
-    size = 1 << (28 if device.type == "cuda" else 22)
-    x = torch.zeros(size // 4, device=device)
-    return 2 * (world - 1) / world * size / best_time(lambda: dist.all_reduce(x), device)
 
 
 def best_time(function: Callable[[], object], device: torch.device) -> float:
