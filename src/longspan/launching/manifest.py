@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -13,8 +14,14 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+NUMBER = re.compile(r"[-+.]?[0-9].*|[yYnN]")
+"""Texts that readers of other versions of YAML take for a number or a boolean: 1e3, 0o7, y."""
+
+
 def _represent(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    style = "|" if "\n" in text else None
+    style = "|" if "\n" in text else "'" if NUMBER.fullmatch(text) else None
+    if not text.replace("\n", "").isprintable():  # only this style escapes every character
+        style = '"'
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
