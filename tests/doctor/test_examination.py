@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from longspan.cli import main
 from longspan.config import AXES
-from longspan.doctor import Finding, Report, examine
+from longspan.doctor import Finding, Report, devices, examine
 from longspan.doctor.devices import check_health
 from longspan.doctor.disk import checkpoints_kept
 from longspan.doctor.examination import Examination
@@ -230,9 +230,16 @@ def test_what_nvml_says_of_a_gpu() -> None:
         return [finding.status for finding in check_health(nvml, object())]
 
     assert health([1, 1], 4, 0, (0, 0, 0, 0)) == ["ok", "ok", "ok"]  # 4: a power cap
-    assert health([1, 0], 8, 1, (0, 0, 0, 0)) == ["error", "warning", "error"]
+    assert health([1, 0], 8, 1, (0, 0, 0, 0)) == ["warning", "warning", "error"]
+    assert health([0, 0], 0, 0, (0, 0, 0, 0)) == ["ok", "ok", "ok"]  # a card without bridges
     assert health([1, 1], 0, 0, (1, 0, 1, 0)) == ["ok", "ok", "error"]
     assert [f.status for f in check_health(Nvml(), object())] == ["ok", "ok", "ok"]  # knows nothing
+    pynvml = pytest.importorskip("pynvml")  # what is asked of it, it has
+    names = re.findall(r"nvml\w+|NVML_\w+", Path(devices.__file__).read_text())
+    names += [f"nvmlClocksThrottleReason{name}" for name in devices.SLOWDOWNS]
+    assert [
+        n for n in names if n not in ("nvmlClocksThrottleReason",) and not hasattr(pynvml, n)
+    ] == []
 
 
 def test_checkpoints_that_a_disk_must_take() -> None:

@@ -48,7 +48,8 @@ def check_gpu(device: torch.device) -> Iterator[Finding]:
         return
     properties = torch.cuda.get_device_properties(device)
     memory = f"{properties.total_memory / 2**30:,.0f} GiB"
-    yield Finding("device", "ok", f"{properties.name}, {memory}")
+    count = counted(torch.cuda.device_count(), "GPU")
+    yield Finding("device", "ok", f"{properties.name}, {memory}; {count} on the machine")
     opened = open_nvml(str(properties.uuid))
     if opened is None:
         advice = 'pip install "longspan[nvml]"; in a container, let it use the driver\'s utilities'
@@ -69,12 +70,16 @@ def check_health(nvml: Any, handle: Any) -> Iterator[Finding]:
 
     links = [ask("nvmlDeviceGetNvLinkState", link) for link in range(nvml.NVML_NVLINK_MAX_LINKS)]
     links = [state for state in links if state is not None]
-    if links and not all(links):
-        seen = f"{links.count(0)} of {len(links)} NVLinks are down"
-        advice = "look at `nvidia-smi nvlink --status` and at dmesg for Xid errors; reset the GPU"
-        yield Finding("GPU links", "error", seen, advice)
+    up = sum(map(bool, links))
+    if 0 < up < len(links):
+        seen = f"{len(links) - up} of {len(links)} NVLinks are down"
+        advice = (
+            "unless bridges are missing by design, look at `nvidia-smi nvlink --status` and at "
+        )
+        advice += "dmesg for Xid errors, and reset the GPU"
+        yield Finding("GPU links", "warning", seen, advice)
     else:
-        yield Finding("GPU links", "ok", f"{len(links)} NVLinks are up" if links else "no NVLink")
+        yield Finding("GPU links", "ok", f"{up} NVLinks are up" if up else "no NVLink: PCIe")
     reasons = ask("nvmlDeviceGetCurrentClocksEventReasons")
     if reasons is None:
         reasons = ask("nvmlDeviceGetCurrentClocksThrottleReasons") or 0

@@ -40,7 +40,7 @@ Everyone = dict[int, tuple[list[Finding], Facts]]
 
 ALL_REDUCED = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Bytes of the all-reduce that is measured."""
-PATIENCE = 12
+PATIENCE = 4
 """Time limits of a check that rank 0 waits for the others: checks may be slow on one rank alone."""
 
 
@@ -125,6 +125,7 @@ def _check_together(exam: Examination, meeting: Meeting, *, step: bool) -> Every
     can_start = meeting.share("can start", is_whole and _all_can(everyone), limit_s)
     if world.size > 1 and can_start:
         exam.check("all-reduce", lambda: _check_all_reduce(exam, meeting))
+        can_start = meeting.share("can step", not exam.has_hung, 2 * exam.timeout_s)
     if step and not can_start:
         text = (
             "not tried, because of the errors above" if is_whole else "not tried without all ranks"
@@ -135,7 +136,7 @@ def _check_together(exam: Examination, meeting: Meeting, *, step: bool) -> Every
         hosts = {rank: facts["host"] for rank, (_, facts) in everyone.items()}
         _collect(
             "one step",
-            lambda: check_step(exam.run, exam.run_dir, meeting, hosts),
+            lambda: check_step(exam.run, exam.run_dir, meeting, hosts, 10 * exam.timeout_s),
             exam.findings,
         )
     return _gather(exam, meeting, "all")

@@ -63,7 +63,7 @@ def dry_run(run: Run, world: int) -> Run:
 
 
 def check_step(
-    run: Run, run_dir: Path, meeting: Meeting, hosts: Mapping[int, str]
+    run: Run, run_dir: Path, meeting: Meeting, hosts: Mapping[int, str], limit_s: float
 ) -> Iterator[Finding]:
     """Train one step on all ranks at once; `hosts` are known to rank 0."""
     with _shared_folder(run, run_dir, meeting, hosts) as given:
@@ -74,7 +74,9 @@ def check_step(
         with tempfile.TemporaryFile() as output:
             process = _start(folder, variables, output)
             try:
-                outcome = _wait(process, folder, meeting, run.train.start_timeout_s + GRACE_S)
+                # The run's own watchdog says more, if it comes first.
+                limit_s = min(limit_s, run.train.start_timeout_s + GRACE_S)
+                outcome = _wait(process, folder, meeting, limit_s)
             finally:
                 with suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
@@ -189,8 +191,9 @@ def _findings(outcome: Outcome, text: str, rank: int) -> Iterator[Finding]:
         yield Finding(
             name,
             "error",
-            f"no step within {outcome.seconds:.0f} s (train.start_timeout_s): {_last_words(text)}",
-            "a collective may hang: NCCL_DEBUG=INFO shows which links were chosen",
+            f"no step within {outcome.seconds:.0f} s: {_last_words(text)}",
+            "compiling may take longer (--timeout); a collective may hang: NCCL_DEBUG=INFO shows "
+            "which links were chosen",
         )
 
 
