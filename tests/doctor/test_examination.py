@@ -251,3 +251,15 @@ def test_the_best_time_is_of_several_calls() -> None:
     calls: list[int] = []
     assert best_time(lambda: calls.append(0), torch.device("cpu")) >= 0
     assert len(calls) > 2  # the first one warms up
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_examined(tmp_path: Path) -> None:
+    run = load_run(None, [*SMALL, "train.device=cuda", "train.compile=false"])
+    report, has_hung = examine(run, tmp_path / "runs", World())
+    assert report
+    assert not has_hung
+    assert report.status != "error", report.as_dict()
+    assert torch.cuda.get_device_name() in report.findings("device")[0].seen
+    assert "TFLOP/s" in report.findings("matrix product")[0].seen
+    assert report.findings("one step")[0].status == "ok"
