@@ -109,12 +109,12 @@ def test_no_check_hangs_or_raises(tmp_path: Path) -> None:
         return []
 
     def fail() -> list[Finding]:
-        raise OSError("the disk is on fire")
+        raise OSError("[/w/pytorch/pair.cc:152] the disk is on fire")
 
     exam.check("slow", wait)
     assert exam.has_hung
     exam.timeout_s = 60.0
-    exam.check("broken", fail)
+    exam.check("broken", fail, advice="put it out")
     exam.check("fine", lambda: [Finding("fine", "ok", "well")])
     release.set()
     assert [(f.name, f.status) for f in exam.findings] == [
@@ -123,7 +123,8 @@ def test_no_check_hangs_or_raises(tmp_path: Path) -> None:
         ("fine", "ok"),
     ]
     assert "no answer within 0.05 s" in exam.findings[0].seen
-    assert "the disk is on fire" in exam.findings[1].seen
+    assert exam.findings[1].seen == "the check failed: the disk is on fire"
+    assert exam.findings[1].advice == "put it out"
 
 
 def test_findings_of_many_ranks_are_one_row() -> None:

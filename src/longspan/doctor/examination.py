@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,7 +24,7 @@ from longspan.doctor.disk import check_disk
 from longspan.doctor.finding import Finding, Report, join_findings, ranks_text
 from longspan.doctor.machine import check_limits, check_shared_memory
 from longspan.doctor.meeting import Meeting, judge_clocks, missing_ranks, open_store
-from longspan.doctor.network import check_rendezvous
+from longspan.doctor.network import check_rendezvous, gloo_address, judge_addresses
 from longspan.doctor.software import check_software, versions
 from longspan.doctor.step import check_step
 from longspan.doctor.variables import check_interfaces, check_variables
@@ -40,6 +41,10 @@ Everyone = dict[int, tuple[list[Finding], Facts]]
 
 ALL_REDUCED = {"cpu": 4 << 20, "cuda": 256 << 20}
 """Bytes of the all-reduce that is measured."""
+UNCONNECTED = (
+    "let the machines reach each other on all ports above 1023 (firewall, NetworkPolicy), by the "
+    "interface in NCCL_SOCKET_IFNAME and GLOO_SOCKET_IFNAME; NCCL_DEBUG=INFO says what NCCL tries"
+)
 PATIENCE = 4
 """Time limits of a check that rank 0 waits for the others: checks may be slow on one rank alone."""
 
@@ -61,29 +66,35 @@ class Examination:
     """Whether a check still runs in a thread that cannot be ended."""
 
     def check(
-        self, name: str, check: Callable[[], Iterable[Finding]], limit_s: float | None = None
+        self,
+        name: str,
+        check: Callable[[], Iterable[Finding]],
+        limit_s: float | None = None,
+        advice: str = "",
     ) -> None:
-        """Run one check within a time limit; what it raises is a finding."""
+        """Run one check within a time limit; what it raises is a finding, with `advice`."""
         self.show(name)
         limit_s = limit_s or self.timeout_s
         found: list[Finding] = []
-        thread = threading.Thread(target=lambda: _collect(name, check, found), daemon=True)
+        thread = threading.Thread(target=lambda: _collect(name, check, found, advice), daemon=True)
         thread.start()
         thread.join(limit_s)
         self.findings += found
         if thread.is_alive():
             self.has_hung = True
-            advice = "a disk, driver or network hangs; --timeout waits longer"
+            advice = advice or "a disk, driver or network hangs; --timeout waits longer"
             seen = f"no answer within {limit_s:g} s"
             self.findings.append(Finding(name, "error", seen, advice))
 
 
-def _collect(name: str, check: Callable[[], Iterable[Finding]], found: list[Finding]) -> None:
+def _collect(
+    name: str, check: Callable[[], Iterable[Finding]], found: list[Finding], advice: str = ""
+) -> None:
     try:
         found.extend(check())
     except Exception as error:  # noqa: BLE001  a check that fails is a finding; the others go on
-        words = str(error).strip() or type(error).__name__
-        found.append(Finding(name, "error", f"the check failed: {words}"))
+        words = re.sub(r"\[/\S+\] ?", "", str(error)).strip() or type(error).__name__
+        found.append(Finding(name, "error", f"the check failed: {words}", advice))
 
 
 def examine(
@@ -121,10 +132,11 @@ def _check_together(exam: Examination, meeting: Meeting, *, step: bool) -> Every
     if len(meeting.present) > 1:
         exam.check("clocks", lambda: _measure_clocks(exam, meeting))
     exam.facts |= {"host": socket.gethostname(), "hung": exam.has_hung}
+    exam.facts["gloo"] = gloo_address(os.environ)
     everyone = _gather(exam, meeting, "local")
     can_start = meeting.share("can start", is_whole and _all_can(everyone), limit_s)
     if world.size > 1 and can_start:
-        exam.check("all-reduce", lambda: _check_all_reduce(exam, meeting))
+        exam.check("all-reduce", lambda: _check_all_reduce(exam, meeting), advice=UNCONNECTED)
         can_start = meeting.share("can step", not exam.has_hung, 2 * exam.timeout_s)
     if step and not can_start:
         text = (
@@ -285,6 +297,7 @@ def judge_facts(facts: Mapping[int, Facts]) -> Iterator[Finding]:
 
     yield from judge_versions(of("versions"))
     yield from judge_fingerprints(of("fingerprint"))
+    yield from judge_addresses(of("gloo"), of("host"))
     yield from judge_clocks(of("clock"))
     yield from judge_rates(of("rates"), of("device"))
 

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from longspan.doctor.finding import Finding
+from longspan.doctor.finding import Finding, ranks_text
 from longspan.loopback import STORE
 from longspan.parallel.launchers import FIRST_PORT, PORTS
 from longspan.parallel.world import World
@@ -93,6 +93,30 @@ def _check_port(port: int, is_served: bool) -> Iterator[Finding]:
         )
     else:
         yield Finding("MASTER_PORT", "ok", f"port {port} is free")
+
+
+def gloo_address(environment: Mapping[str, str]) -> str:
+    """The address at which gloo will listen: that of the machine's name, unless it is told."""
+    if "GLOO_SOCKET_IFNAME" in environment:
+        return "as GLOO_SOCKET_IFNAME says"
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"  # gloo's choice, too
+
+
+def judge_addresses(addresses: Mapping[int, str], hosts: Mapping[int, str]) -> Iterator[Finding]:
+    """Whether ranks on several machines give the others an address of their own machine."""
+    wrong = [rank for rank, address in addresses.items() if address.startswith("127.")]
+    if wrong and len(set(hosts.values())) > 1:
+        rank = wrong[0]
+        yield Finding(
+            "interfaces",
+            "error",
+            f"gloo listens at the address of the machine's name, and {hosts[rank]} is "
+            f"{addresses[rank]} on {ranks_text(wrong)}: other machines cannot connect",
+            "set GLOO_SOCKET_IFNAME to the interface that machines share, or correct /etc/hosts",
+        )
 
 
 def free_port() -> int:
