@@ -20,6 +20,7 @@ from longspan.cli import main
 from longspan.errors import Stopped
 from longspan.faults import FAULT, FAULT_LOG
 from longspan.runfile import dump_run
+from longspan.tracking.history import STOP_REQUESTED
 from longspan.training import train
 from tests.launching.test_local import SMALL, is_alive, is_slow, last_step, wait_until
 from tests.parallel.test_apply import run_of
@@ -183,6 +184,7 @@ def test_a_node_that_is_told_to_stop_saves_and_the_other_goes_on(
     wait_until(lambda: has_started(run_dir, 1, 2))
     saved = starts(run_dir)[-1]["step"]
     assert saved >= 3  # and no periodic checkpoint was due
+    assert starts(run_dir)[-1]["cause"] == STOP_REQUESTED  # of the other rank
     wait_until(lambda: last_step(run_dir) >= saved + 3)
     assert agents[0].poll() is None
     (run_dir / "STOP").touch()

@@ -134,7 +134,8 @@ def execute(scripts: Sequence[str], folder: Path) -> list[list[str]]:
         (folder / name).mkdir()
     for number, text in enumerate(scripts):
         (folder / "scripts" / f"{number:05}").write_text(text)
-    programs = {"torchrun": RECORDER, "srun": RECORDER, "scontrol": "#!/bin/sh\necho host-0\n"}
+    programs = dict.fromkeys(("torchrun", "longspan", "srun"), RECORDER)
+    programs |= {"scontrol": "#!/bin/sh\necho host-0\n"}
     for name, text in programs.items():
         (folder / "bin" / name).write_text(text)
         (folder / "bin" / name).chmod(0o755)

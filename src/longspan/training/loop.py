@@ -249,6 +249,7 @@ def _train(
                 ranks=mesh.world.size,
             )
         ended = state.step >= settings.steps and not repeats_report
+        stops = False
         while not ended:
             if not repeats_report:
                 logs = _is_due(state.step + 1, run.track.log_every)
@@ -293,7 +294,7 @@ def _train(
             state.reported = state.step
 
         saver.finish_all(state)
-        history.write("end", state.step, stop_requested=requests.stop)
+        history.write("end", state.step, stop_requested=stops or requests.stop)
         if is_main:
             _report_goodput(run_dir, history, state.step, reporter, metrics)
         validation_loss = evaluation.loss(requests)
