@@ -43,7 +43,7 @@ def add(actions: Commands) -> None:
     scaling = actions.add(
         "scaling",
         "compare the step time of 1, 2, … processes",
-        "bench scaling --nproc 1,2,4,8 --mode weak --csv scaling.csv --plot scaling.svg",
+        "bench scaling --nproc 1,2,4,8 --mode weak --csv scaling.csv",
         verb=bench_scaling,
     )
     scaling.add_argument(
