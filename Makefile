@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test check format clean fuzz drill elastic compile kernels nvme soak
+.PHONY: train test check format clean fuzz drill elastic compile kernels nvme slurm soak
 train: $(VENV)/.runtime
 	$(BIN)/longspan train
 
@@ -41,6 +41,11 @@ compile: $(VENV)/.development
 # Every configuration of the GPU kernels, compiled for an H100; it needs no GPU.
 kernels: $(VENV)/.development
 	LONGSPAN_KERNELS=1 $(BIN)/python -m pytest tests/attention/kernels
+
+# A job of two nodes is submitted to a real Slurm, requeued and resumed: wants root and Debian's
+# slurmctld, slurmd and munge.
+slurm: $(VENV)/.development
+	PATH="$(CURDIR)/$(BIN):$$PATH" LONGSPAN_SLURM=1 $(BIN)/python -m pytest tests/launching/test_slurm.py
 
 # DeepSpeed's parameters and optimizer state on a disk: wants libaio-dev and g++, and compiles for
 # minutes the first time.

@@ -43,7 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exited:  # with the exit code of worker processes
         return int(exited.code or DONE)
     except Stopped as stopped:
-        print(stopped, file=sys.stderr)
+        if os.environ.get("RANK", "0") == "0":  # it is a decision of all
+            print(stopped, file=sys.stderr)
         # torchrun restarts workers after any other exit code. After a signal it should: the agent
         # that received one ends in any case, and those on other nodes wait for its replacement.
         restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"

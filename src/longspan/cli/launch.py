@@ -26,13 +26,14 @@ from longspan.launching.job import MAX_NAME, Job, Target, parse_minutes, parse_n
 from longspan.launching.kubernetes import KUBERNETES
 from longspan.launching.node_script import LOCAL
 from longspan.launching.skypilot import SKYPILOT
+from longspan.launching.slurm import SLURM
 from longspan.progress import loading, stderr_console
 from longspan.wording import counted
 
 if TYPE_CHECKING:
     from longspan.config import Run
 
-TARGETS: tuple[Target, ...] = (LOCAL, KUBERNETES, SKYPILOT, DOCKER)
+TARGETS: tuple[Target, ...] = (LOCAL, SLURM, KUBERNETES, SKYPILOT, DOCKER)
 
 
 def add(commands: Commands) -> None:

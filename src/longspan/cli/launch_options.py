@@ -42,6 +42,14 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
             "help": "claim of a volume for runs and data, mounted at /shared",
         },
     ),
+    "cpus_per_node": (
+        "--cpus-per-node",
+        {
+            "type": int,
+            "metavar": "N",
+            "help": "CPUs of a node that the job gets (default: all, and no other job)",
+        },
+    ),
     "image": (
         "--image",
         {"metavar": "IMAGE", "help": "container image with longspan (default: longspan)"},

@@ -68,6 +68,8 @@ class Job:
     """0 trains on CPUs, with `processes_per_node`."""
     processes_per_node: int = 1
     """One for each GPU, if there are any."""
+    cpus_per_node: int | None = None
+    """CPUs of a node that the job gets; None: all."""
     restarts: int = 10
     """How often torchrun restarts the workers after one has failed."""
     minutes: int | None = None
@@ -140,6 +142,8 @@ class Job:
                 f"one process uses one GPU, but there are {self.processes_per_node} processes and "
                 f"{self.gpus_per_node} GPUs per node: leave out --processes-per-node"
             )
+        if self.cpus_per_node is not None and not 1 <= self.cpus_per_node <= MAX_PER_NODE:
+            found.append(f"--cpus-per-node must be at least 1, got {self.cpus_per_node}")
         if self.restarts < 0:
             found.append(f"--restarts must be at least 0, got {self.restarts}")
         if self.minutes is not None and not 1 <= self.minutes <= 10**6:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -302,7 +303,7 @@ def _train(
         if is_stopped:
             raise Stopped(
                 f"stopped at step {state.step} of {settings.steps}, checkpoint saved; resume with\n"
-                f"  longspan train --resume {run_dir}",
+                f"  longspan train --resume {shlex.quote(str(run_dir))}",
                 by_signal=not by_file,
             )
         evaluation.report(validation_loss, state.step, reporter, metrics)

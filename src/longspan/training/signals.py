@@ -1,6 +1,8 @@
 """Requests to a run from outside: signals, and files in its folder.
 
-The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 asks it to save and stop; the second stops it at once.
+The first Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 asks it to save and stop; Ctrl-C after it stops it at
+once. A second SIGTERM does not: Slurm sends one to torchrun and to its workers, to which torchrun
+then sends its own.
 `touch RUN_DIR/STOP` also asks it to stop, `touch RUN_DIR/SAVE` to save only; the files are then
 removed.
 """
@@ -56,8 +58,10 @@ class StopRequests:
         return True
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.stop:
+        if self.stop and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self.stop:
+            return
         self.stop = True
         # In a terminal the message replaces the progress bar and "^C"; the bar follows below it.
         clear = b"\r\x1b[2K" if os.isatty(2) else b""
