@@ -7,6 +7,7 @@ Imports no torch.
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import zlib
@@ -21,6 +22,8 @@ MAX_NAME = 40
 """Characters of a name: Kubernetes appends its own to make the names of pods, of at most 63."""
 MAX_TEXT = 4096
 """Characters of any other text: the longest path of Linux."""
+MAX_PART = 255
+"""Bytes of the name of a file or folder."""
 MAX_NODES = MAX_PER_NODE = 100_000
 SAVE_S = 300
 """Seconds that the workers have, after SIGTERM, to finish a step and save."""
@@ -107,6 +110,11 @@ class Job:
         texts |= {"source folder": self.source} if self.source else {}
         texts |= {f"override {n}": text for n, text in enumerate(self.overrides, 1)}
         found = [f"the {what} {why}" for what, text in texts.items() if (why := _unsafe(text))]
+        longest = max(len(os.fsencode(part)) for part in self.run_dir.split("/"))
+        if longest > MAX_PART:
+            found.append(
+                f"a name in the run folder has {longest:,} bytes, and the most is {MAX_PART}"
+            )
         if "=" in self.run_file:
             found.append(f"the run file must not have = in its path, got {shown(self.run_file)}")
         for text in self.overrides:

@@ -10,6 +10,7 @@ from longspan.launching.job import (
     Job,
     Shell,
     Target,
+    as_path,
     shell_environment,
     shell_lines,
     shown,
@@ -20,7 +21,7 @@ from longspan.wording import counted
 BODY = """
 set -uo pipefail
 run_dir={run_dir}
-mkdir -p -- "$run_dir/logs"
+mkdir -p -- "$run_dir/logs" || exit 1
 rm -f -- "$run_dir/STOP"  # of a job that has ended before its first step
 
 # The nodes meet at the first one. The job's number chooses the port, so that jobs do not collide.
@@ -121,7 +122,7 @@ SLURM = Target(
     "slurm",
     "write a batch script for Slurm",
     script,
-    lambda job, file: ["sbatch"] if file == "-" else ["sbatch", file],
+    lambda job, file: ["sbatch"] if file == "-" else ["sbatch", as_path(file)],
     options=("minutes", "partition", "account", "cpus_per_node"),
     file="job.sbatch",
 )
