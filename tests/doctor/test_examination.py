@@ -17,11 +17,12 @@ import torch.distributed as dist
 
 from longspan.cli import main
 from longspan.config import AXES
-from longspan.doctor import Finding, Report, devices, examine
+from longspan.doctor import Finding, Report, devices, examine, step
 from longspan.doctor.devices import check_health
 from longspan.doctor.disk import checkpoints_kept
 from longspan.doctor.examination import Examination
 from longspan.doctor.finding import join_findings, ranks_text
+from longspan.doctor.meeting import Meeting
 from longspan.doctor.rates import best_time
 from longspan.doctor.step import dry_run
 from longspan.doctor.variables import (
@@ -87,6 +88,15 @@ def test_a_step_that_fails_is_a_finding(tmp_path: Path) -> None:
     assert (found.status, "no memory for the model" in found.seen) == ("error", True)
     assert "not opened" in report.findings("data")[0].seen
     assert [path.name for path in tmp_path.iterdir() if "doctor" in path.name] == []
+
+
+def test_a_run_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step, "GRACE_S", 0.0)
+    meeting = Meeting(dist.HashStore(), World(1, 2, 0), 60.0)  # type: ignore[attr-defined]
+    meeting.store.set("step/folder", json.dumps([str(tmp_path / "of rank 0"), {}]))
+    (found,) = step.check_step(load_run(None, SMALL), tmp_path / "runs", meeting, {}, 60.0)
+    assert (found.status, "is not on this machine" in found.seen) == ("error", True)
+    assert meeting.store.check(["step/failed"])  # so that rank 0 does not wait for its limit
 
 
 def test_the_dry_run_is_one_step_of_the_same_layout() -> None:

@@ -115,3 +115,18 @@ def test_ranks_communicate_with_the_backend_of_the_run_file(ranks: Ranks, tmp_pa
     for found, said in ranks.run(open_with_backend, 2, str(tmp_path)):
         assert found == "gloo"
         assert "this process has one of gloo" in said
+
+
+def test_mpi_numbers_the_ranks_by_itself() -> None:
+    """No build with MPI is at hand: what PyTorch is told, and what is compared with its answer."""
+    layout = Layout.model_validate({"backend": "mpi"})
+    with (
+        patch.object(dist, "is_mpi_available", lambda: True),
+        patch.object(dist, "init_process_group") as init,
+        patch.object(dist, "get_rank", lambda: 1),
+        patch.object(dist, "get_world_size", lambda: 2),
+        pytest.raises(UserError, match="says rank 0 of 2, but MPI says 1 of 2"),
+    ):
+        open_mesh(layout, World(0, 2, 0), CPU).__enter__()
+    assert init.call_args.args == ("mpi",)
+    assert "store" not in init.call_args.kwargs

@@ -119,7 +119,7 @@ def examine(
         everyone = _check_together(exam, meeting, step=step)
     except (RuntimeError, TimeoutError) as error:  # of torch's stores
         text = str(error).splitlines()[0]
-        exam.findings.append(Finding("ranks", "error", f"rank 0 is lost: {text}"))
+        exam.findings.append(Finding("ranks", "error", f"the ranks have lost each other: {text}"))
         everyone, meeting.present = {world.rank: (exam.findings, exam.facts)}, [world.rank]
     report = _report(everyone, meeting, world) if meeting.is_led else None
     return report, exam.has_hung
@@ -132,8 +132,8 @@ def _check_together(exam: Examination, meeting: Meeting, *, step: bool) -> Every
     if len(meeting.present) > 1:
         exam.check("clocks", lambda: _measure_clocks(exam, meeting))
     exam.facts |= {"host": socket.gethostname(), "hung": exam.has_hung}
-    exam.facts["gloo"] = gloo_address(os.environ)
     everyone = _gather(exam, meeting, "local")
+    is_whole = is_whole and (not meeting.is_led or len(everyone) == world.size)
     can_start = meeting.share("can start", is_whole and _all_can(everyone), limit_s)
     if world.size > 1 and can_start:
         exam.check("all-reduce", lambda: _check_all_reduce(exam, meeting), advice=UNCONNECTED)
@@ -195,6 +195,10 @@ def _check_rank(exam: Examination) -> None:
         facts["versions"] = versions()
         yield from check_software(facts["versions"])
 
+    def interfaces() -> Iterator[Finding]:
+        yield from check_interfaces(os.environ)
+        facts["gloo"] = gloo_address(os.environ)
+
     def device() -> Iterator[Finding]:
         try:
             exam.device = choose_device(run, world.local_rank)
@@ -214,11 +218,12 @@ def _check_rank(exam: Examination) -> None:
 
     exam.check("versions", software)
     exam.check("NCCL variables", lambda: check_variables(os.environ))
-    exam.check("interfaces", lambda: check_interfaces(os.environ))
+    exam.check("interfaces", interfaces)
     exam.check("device", device)
     exam.check("matrix product", rates)
     if world.local_rank == 0:
-        exam.check("shared memory", lambda: check_shared_memory(here))
+        on_gpu = exam.device.type == "cuda"
+        exam.check("shared memory", lambda: check_shared_memory(here, on_gpu=on_gpu))
         exam.check("open files", lambda: check_limits(world.size))
         exam.check("disk space", lambda: check_disk(run, exam.run_dir))
     if world.local_rank == 0 or not run.data.verify:

@@ -19,8 +19,11 @@ PROCESSES = 4096
 """Processes and threads of the user, of which a rank with its libraries has some hundred."""
 
 
-def check_shared_memory(ranks: int, shm: Path = SHM) -> Iterator[Finding]:
-    """Whether `ranks` processes of this machine have shared memory. `shm`: where it is mounted."""
+def check_shared_memory(ranks: int, *, on_gpu: bool, shm: Path = SHM) -> Iterator[Finding]:
+    """Whether `ranks` processes of this machine have shared memory. `shm`: where it is mounted.
+
+    NCCL does not start without it; gloo does, and then only a DataLoader of yours may need it.
+    """
     if not shm.is_dir():
         yield Finding("shared memory", "ok", f"there is no {shm}")
         return
@@ -30,7 +33,7 @@ def check_shared_memory(ranks: int, shm: Path = SHM) -> Iterator[Finding]:
     if free >= needed:
         yield Finding("shared memory", "ok", seen)
         return
-    status: Status = "error" if ranks > 1 else "warning"
+    status: Status = "error" if ranks > 1 and on_gpu else "warning"
     yield Finding(
         "shared memory",
         status,

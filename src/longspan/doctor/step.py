@@ -71,6 +71,15 @@ def check_step(
             yield Finding("one step", "error", f"cannot write a folder next to {run_dir}")
             return
         folder, variables = Path(given[0]), given[1]
+        if not _is_visible(folder / RUN_FILE):
+            meeting.store.set("step/failed", "")
+            yield Finding(
+                "one step",
+                "error",
+                f"a folder that rank 0 has made next to {run_dir} is not on this machine",
+                "give a --run-dir on a file system that all machines share",
+            )
+            return
         with tempfile.TemporaryFile() as output:
             process = _start(folder, variables, output)
             try:
@@ -125,6 +134,14 @@ def _rendezvous(folder: str, machines: int) -> dict[str, str]:
     if machines <= 1:
         return {STORE: f"{folder}/store"}
     return {"MASTER_PORT": str(free_port()), AGENT_STORE: "False"}
+
+
+def _is_visible(path: Path) -> bool:
+    """Whether a file of rank 0 is here, too; a network file system may take seconds to show it."""
+    deadline = time.monotonic() + GRACE_S
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(POLL_S)
+    return path.exists()
 
 
 def _start(
