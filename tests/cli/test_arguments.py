@@ -46,7 +46,7 @@ def test_help_explains_every_argument_and_shows_an_example(name: str) -> None:
         takes_value = action.option_strings and action.nargs != 0
         if takes_value and not action.required and action.dest != "resume":
             says = "default: " in (action.help or "")
-            assert says or action.dest in ("json", "plot"), f"{name}: {action.help}"
+            assert says or action.dest in ("json", "plot", "csv"), f"{name}: {action.help}"
 
 
 def test_every_command_is_listed_once() -> None:
