@@ -16,8 +16,8 @@ from longspan.wording import counted
 
 SLOW = 0.7
 """A rank is slow if its rate is below this fraction of the median's."""
-OF_PEAK = 0.5
-"""Fraction of the data sheet's rate that a large product or copy reaches on a healthy GPU."""
+OF_PEAK = 0.4
+"""Fraction of the data sheet's rate that a large product or copy exceeds on a healthy GPU."""
 SLOWDOWNS = {
     "HwSlowdown": "hardware slowdown (heat or power)",
     "HwThermalSlowdown": "hardware thermal slowdown",
@@ -41,8 +41,8 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def check_gpu(device: torch.device) -> Iterator[Finding]:
-    """What NVML says of the rank's GPU: links, clocks, memory errors."""
+def describe_device(device: torch.device) -> Iterator[Finding]:
+    """Say which device this rank has."""
     if device.type != "cuda":
         yield Finding("device", "ok", f"CPU, {counted(torch.get_num_threads(), 'thread')}")
         return
@@ -50,7 +50,13 @@ def check_gpu(device: torch.device) -> Iterator[Finding]:
     memory = f"{properties.total_memory / 2**30:,.0f} GiB"
     count = counted(torch.cuda.device_count(), "GPU")
     yield Finding("device", "ok", f"{properties.name}, {memory}; {count} on the machine")
-    opened = open_nvml(str(properties.uuid))
+
+
+def check_gpu(device: torch.device) -> Iterator[Finding]:
+    """What NVML says of the rank's GPU; best after some load, when a fault slows its clocks."""
+    if device.type != "cuda":
+        return
+    opened = open_nvml(str(torch.cuda.get_device_properties(device).uuid))
     if opened is None:
         advice = 'pip install "longspan[nvml]"; in a container, let it use the driver\'s utilities'
         seen = "links, clocks and memory errors are not known without NVML"

@@ -19,7 +19,13 @@ from longspan.benchmarks.collectives import call_of, seconds_per_call
 from longspan.config import Run
 from longspan.device import choose_device, resolve
 from longspan.doctor.data import check_data
-from longspan.doctor.devices import check_gpu, device_name, judge_rates, measured_rates
+from longspan.doctor.devices import (
+    check_gpu,
+    describe_device,
+    device_name,
+    judge_rates,
+    measured_rates,
+)
 from longspan.doctor.disk import check_disk
 from longspan.doctor.finding import Finding, Report, join_findings, ranks_text
 from longspan.doctor.machine import check_limits, check_shared_memory
@@ -207,7 +213,7 @@ def _check_rank(exam: Examination) -> None:
         except UserError as error:
             yield Finding("device", "error", str(error))
             return
-        yield from check_gpu(exam.device)
+        yield from describe_device(exam.device)
         if world.size > 1:
             yield Finding("backend", "ok", backend)
 
@@ -221,6 +227,7 @@ def _check_rank(exam: Examination) -> None:
     exam.check("interfaces", interfaces)
     exam.check("device", device)
     exam.check("matrix product", rates)
+    exam.check("GPU health", lambda: check_gpu(exam.device))
     if world.local_rank == 0:
         on_gpu = exam.device.type == "cuda"
         exam.check("shared memory", lambda: check_shared_memory(here, on_gpu=on_gpu))
