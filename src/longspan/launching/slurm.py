@@ -24,11 +24,7 @@ run_dir={run_dir}
 mkdir -p -- "$run_dir/logs" || exit 1
 rm -f -- "$run_dir/STOP"  # of a job that has ended before its first step
 
-# The nodes meet at the first one. The job's number chooses the port, so that jobs do not collide.
-hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1
-endpoint=${{hosts%%$'\\n'*}}:$((20000 + (SLURM_JOB_ID + ${{SLURM_RESTART_COUNT:-0}}) % 12000))
-
-{environment}
+{meet}{environment}
 
 # USR1 arrives {signal_s} seconds before the time limit (or by `scancel --batch --signal=USR1`): the
 # run finishes its step and saves; the job is requeued, and resumes when it starts again.
@@ -55,6 +51,14 @@ fi
 exit "$code"
 """
 
+MEET = """\
+# The nodes meet at the first one. The job's number chooses the port, so that jobs do not collide.
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST") || exit 1
+endpoint=${hosts%%$'\\n'*}:$((20000 + (SLURM_JOB_ID + ${SLURM_RESTART_COUNT:-0}) % 12000))
+
+"""
+"""Where the rendezvous of several nodes is."""
+
 
 def script(job: Job) -> str:
     """Return the batch script of a job."""
@@ -66,6 +70,7 @@ def script(job: Job) -> str:
             )
     body = BODY.format(
         run_dir=shlex.quote(job.run_dir),
+        meet=MEET if job.is_multi_node else "",
         environment=shell_environment(),
         signal_s=SAVE_S,
         command=shell_lines([*_srun(job), *torchrun(job, Shell('"$endpoint"'))]),
