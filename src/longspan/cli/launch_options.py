@@ -47,7 +47,7 @@ OPTIONS: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "type": int,
             "metavar": "N",
-            "help": "CPUs of a node that the job gets (default: all, and no other job)",
+            "help": "number of CPUs of a node that the job gets (default: all, and no other job)",
         },
     ),
     "image": (
