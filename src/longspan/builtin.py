@@ -7,7 +7,6 @@ raise the batch. A user's own run file is never changed; what does not fit in it
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from importlib import resources
@@ -17,12 +16,8 @@ from pydantic import ValidationError
 
 from longspan.checks import layout_problems
 from longspan.config import Run, default_ffn
+from longspan.toml import tomllib
 from longspan.vocabulary import is_folder
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def read_builtin(name: str) -> dict[str, Any]:

@@ -1,46 +1,133 @@
-"""What is known of devices without torch: peak FLOP/s and memory bandwidth, and whether there may
-be a GPU.
+"""What is known of devices without torch: the table `devices.toml`, and whether there may be a GPU.
 
-An unknown device has no peak; it is never guessed.
+A device that is not in the table is unknown: no other one's rates are taken for it.
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
-# Dense bf16 (V100: fp16) matrix FLOP/s from the vendors' data sheets, by a part of the device name.
-PEAK_FLOPS: dict[str, float] = {
-    "V100": 125e12,
-    "A100": 312e12,
-    "H100 PCIe": 756e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-    "MI300X": 1300e12,
-}
+from longspan.errors import UserError
+from longspan.files import read_bounded
+from longspan.toml import tomllib
+
+MAX_BYTES = 1 << 16
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
 
 
-# Bytes/s of the memory from the same data sheets; of several memories of one name, the slowest.
-PEAK_BANDWIDTH: dict[str, float] = {
-    "V100": 0.9e12,
-    "A100": 1.555e12,
-    "H100 PCIe": 2.0e12,
-    "H100": 3.35e12,
-    "H200": 4.8e12,
-    "B200": 7.7e12,
-    "MI300X": 5.3e12,
-}
+@dataclass(frozen=True)
+class Device:
+    """A GPU and the nodes that usually have it, in bytes, bytes/s and FLOP/s."""
+
+    name: str
+    """As `--hardware` takes it."""
+    title: str
+    match: str
+    """A regular expression that finds the driver's name of the device."""
+    memory: int
+    flops: Mapping[str, float]
+    """Dense matrix products, by precision."""
+    bandwidth: float
+    """Of the memory."""
+    link: float
+    """One way, to the other GPUs of the node."""
+    network: float
+    """One way, to other nodes, of one GPU."""
+    gpus_per_node: int
+    watts: float
+    usd_per_h: float | None
+    priced: str
+    """The month of the price."""
+
+    def peak(self, precision: str) -> float | None:
+        """FLOP/s of matrix products in a precision; None if the device has no units for it."""
+        return self.flops.get(precision)
 
 
-def peak_bandwidth(device_name: str) -> float | None:
-    """Return the peak memory bandwidth of a device in bytes/s, or None if it is unknown."""
-    return next((peak for part, peak in PEAK_BANDWIDTH.items() if part in device_name), None)
+@cache
+def devices() -> dict[str, Device]:
+    """The devices of the table by name; a name that contains another's comes first."""
+    text = (resources.files("longspan") / "devices.toml").read_text(encoding="utf-8")
+    return {name: _device(name, row) for name, row in tomllib.loads(text).items()}
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Return the peak 16-bit matrix FLOP/s of a device, or None if it is unknown."""
-    return next((peak for part, peak in PEAK_FLOPS.items() if part in device_name), None)
+def device_of(hardware: str) -> Device:
+    """The device of a name in the table, or of a TOML file with one table of the same keys."""
+    if hardware in devices():
+        return devices()[hardware]
+    if not hardware.endswith(".toml"):
+        known = ", ".join(devices())
+        raise UserError(
+            f"hardware {hardware!r} is unknown: expected {known}, or a TOML file with a table of "
+            "the same keys as in src/longspan/devices.toml"
+        )
+    try:
+        tables = tomllib.loads(read_bounded(Path(hardware), MAX_BYTES).decode())
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read the hardware in {hardware}: {error}") from error
+    if len(tables) != 1:
+        raise UserError(f"{hardware} must have one table, of one GPU, got {len(tables)}")
+    ((name, row),) = tables.items()
+    try:
+        return _device(name, row)
+    except (KeyError, TypeError, ValueError) as error:
+        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+        raise UserError(f"{hardware}: {what}") from error
+
+
+def _device(name: str, row: Any) -> Device:
+    if not isinstance(row, dict):
+        raise TypeError(f"expected a table [{name}], got {row!r}")
+    known = {"title", "match", "gib", "tflops", "tb_s", "link_gb_s", "net_gb_s", "gpus_per_node"}
+    if unknown := row.keys() - known - {"watts", "usd_per_h", "priced"}:
+        raise ValueError(f"unknown keys: {', '.join(sorted(unknown))}")
+    flops = {key: 1e12 * _positive(f"tflops.{key}", x) for key, x in row["tflops"].items()}
+    if unknown := flops.keys() - set(PRECISIONS):
+        raise ValueError(f"tflops has unknown precisions: {', '.join(sorted(unknown))}")
+    price = row.get("usd_per_h")
+    return Device(
+        name=name,
+        title=str(row["title"]),
+        match=str(row["match"]),
+        memory=int(_positive("gib", row["gib"]) * 2**30),
+        flops=flops,
+        bandwidth=1e12 * _positive("tb_s", row["tb_s"]),
+        link=1e9 * _positive("link_gb_s", row["link_gb_s"]),
+        network=1e9 * _positive("net_gb_s", row["net_gb_s"]),
+        gpus_per_node=int(_positive("gpus_per_node", row["gpus_per_node"])),
+        watts=_positive("watts", row["watts"]),
+        usd_per_h=None if price is None else _positive("usd_per_h", price),
+        priced=str(row.get("priced", "")),
+    )
+
+
+def _positive(key: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
+        raise ValueError(f"{key} must be a positive number, got {value!r}")
+    return float(value)
+
+
+def find_device(driver_name: str) -> Device | None:
+    """The device of a name such as "NVIDIA H100 80GB HBM3"; None if it is unknown."""
+    return next((d for d in devices().values() if re.search(d.match, driver_name)), None)
+
+
+def peak_bandwidth(driver_name: str) -> float | None:
+    """The peak memory bandwidth of a device in bytes/s, or None if it is unknown."""
+    found = find_device(driver_name)
+    return None if found is None else found.bandwidth
+
+
+def peak_flops(driver_name: str) -> float | None:
+    """The peak FLOP/s of 16-bit matrix products of a device, or None if it is unknown."""
+    found = find_device(driver_name)
+    return None if found is None else found.peak("bf16") or found.peak("fp16")
 
 
 def may_have_gpu() -> bool:
@@ -50,24 +137,3 @@ def may_have_gpu() -> bool:
     """
     drivers = ("nvidia*", "nvhost*", "dxg", "kfd")  # NVIDIA, Jetson, WSL, ROCm
     return any(any(Path("/dev").glob(pattern)) for pattern in drivers)
-
-
-@dataclass(frozen=True)
-class Node:
-    """A usual machine with GPUs."""
-
-    gpus: int
-    gib: int
-    """Memory of a GPU."""
-
-
-NODES: dict[str, Node] = {
-    "v100": Node(8, 32),
-    "a100-40gb": Node(8, 40),
-    "a100": Node(8, 80),
-    "h100": Node(8, 80),
-    "h200": Node(8, 141),
-    "b200": Node(8, 180),
-    "mi300x": Node(8, 192),
-}
-"""By the name of their GPUs, as `longspan launch --hardware` takes it."""

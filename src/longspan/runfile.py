@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import time
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
@@ -21,13 +20,9 @@ from longspan.errors import UserError
 from longspan.hf_config import LlamaConfig, read_llama_config
 from longspan.locking import LOCK
 from longspan.rules import Problem, check_rules
+from longspan.toml import tomllib
 from longspan.vocabulary import is_folder, rounded_vocab, vocab_of_data
 from longspan.wording import counted, did_you_mean, toml_value
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 ONE_PROCESS = [
     *[f"layout.{axis}=1" for axis in AXES],

@@ -17,7 +17,7 @@ import yaml
 
 from longspan.cli import main
 from longspan.errors import UserError
-from longspan.hardware import NODES
+from longspan.hardware import devices
 from longspan.launching.docker import CONTEXT, DOCKER, dockerfile
 from longspan.launching.job import ENVIRONMENT, TIMEOUTS, Job, port_of
 from longspan.launching.skypilot import ACCELERATORS, SKYPILOT, task
@@ -138,8 +138,8 @@ def test_skypilot_installs_longspan_or_uses_an_image() -> None:
 
 def test_skypilot_itself_reads_the_task() -> None:
     sky = pytest.importorskip("sky", reason="the package skypilot is not installed")
-    assert ACCELERATORS.keys() == NODES.keys()
-    for hardware in NODES:
+    assert ACCELERATORS.keys() == devices().keys()
+    for hardware in devices():
         found = sky.Task.from_yaml_config(yaml.safe_load(task(job_of(hardware=hardware))))
         assert found.num_nodes == 1
 

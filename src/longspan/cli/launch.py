@@ -20,7 +20,7 @@ from longspan.cli.parser import Commands
 from longspan.cli.shared import split_items
 from longspan.errors import UserError
 from longspan.files import write_new
-from longspan.hardware import NODES
+from longspan.hardware import devices
 from longspan.launching.docker import CONTEXT, DOCKER
 from longspan.launching.job import MAX_NAME, Job, Target, parse_minutes, parse_nodes
 from longspan.launching.kubernetes import KUBERNETES
@@ -168,7 +168,7 @@ def _source(given: str | None) -> str:
 
 def _size(args: argparse.Namespace) -> tuple[int, int, int]:
     """Nodes that train, nodes to start, and GPUs of each."""
-    usual = NODES[args.hardware].gpus if args.hardware else None
+    usual = devices()[args.hardware].gpus_per_node if args.hardware else None
     per_node, gpus = args.gpus_per_node, args.gpus
     if gpus is not None and gpus < 1:
         raise UserError(f"--gpus must be at least 1, got {gpus}; --gpus-per-node 0 trains on CPUs")
@@ -257,7 +257,7 @@ def _warn_if_too_large(run: Run, job: Job) -> None:
     with loading():
         from longspan.planning import memory_per_rank
     gib = max(memory.on_device for memory in memory_per_rank(run, job.world)) / 2**30
-    if gib > (size := NODES[job.hardware].gib):
+    if gib > (size := devices()[job.hardware].memory // 2**30):
         print(
             f"longspan: warning: model and optimizer need {gib:,.0f} GiB per GPU, and a "
             f"{job.hardware} has {size}: use more GPUs (layout.shard); see `longspan plan`",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from longspan.cli.parser import Parser
-from longspan.hardware import NODES
+from longspan.hardware import devices
 from longspan.launching.job import Job
 from longspan.launching.kubernetes import KINDS
 from longspan.presets import MODELS
@@ -95,9 +95,9 @@ def add_size(parser: Parser) -> None:
     )
     parser.add_argument(
         "--hardware",
-        choices=list(NODES),
+        choices=list(devices()),
         metavar="GPU",
-        help=f"{', '.join(NODES)}: checks that model and optimizer fit (default: not checked)",
+        help=f"{', '.join(devices())}: checks that model and optimizer fit (default: not checked)",
     )
     parser.add_argument(
         "--model-size",

@@ -89,7 +89,7 @@ class Job:
     partition: str = ""
     account: str = ""
     hardware: str = ""
-    """A name in `hardware.NODES`."""
+    """A name in `hardware.devices()`."""
 
     def __post_init__(self) -> None:
         problems = [*self._bad_texts(), *self._bad_numbers()]

@@ -27,12 +27,20 @@ ACCELERATORS = {
     "v100": "V100-32GB",
     "a100-40gb": "A100",
     "a100": "A100-80GB",
+    "h100-pcie": "H100",
     "h100": "H100",
     "h200": "H200",
+    "gb200": "GB200",
     "b200": "B200",
+    "l4": "L4",
+    "l40s": "L40S",
+    "a10": "A10",
+    "rtx3090": "RTX3090",
+    "rtx4090": "RTX4090",
+    "rtx5090": "RTX5090",
     "mi300x": "MI300X",
 }
-"""SkyPilot's names of the hardware in `hardware.NODES`."""
+"""SkyPilot's names of the hardware in `hardware.devices()`."""
 
 
 def task(job: Job) -> str:

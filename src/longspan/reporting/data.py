@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,13 +22,9 @@ from longspan.config import Run
 from longspan.errors import UserError
 from longspan.files import check_depth, json_lines, read_bounded, read_json_object
 from longspan.runfile import RUN_FILE, parse_run
+from longspan.toml import tomllib
 from longspan.tracking.history import HISTORY, STOP_REQUESTED, Goodput, exit_reason, goodput
 from longspan.wording import counted, shown
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 MAX_METRICS_BYTES = 1 << 30
 MAX_FILE_BYTES = 16 << 20

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import tomllib
 from torch import nn
 
 from longspan.config import Run
@@ -18,6 +17,7 @@ from longspan.errors import UserError
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.world import world_of_environment
 from longspan.runfile import dump_run, load_run, parse_run
+from longspan.toml import tomllib
 from longspan.training.loop import Result, train
 from longspan.training.module_task import OF_TRAINER, ModuleTask, Task
 from longspan.training.task import Show
