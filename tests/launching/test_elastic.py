@@ -1,11 +1,10 @@
-"""Under torchrun: workers, agents and nodes are lost, and one node rejoins."""
+"""Under torchrun: workers and agents are lost, and told to stop; test_node.py loses nodes."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -16,8 +15,6 @@ from typing import Any
 import pytest
 
 from longspan.checkpoint import list_checkpoints, load, step_of
-from longspan.cli import main
-from longspan.errors import Stopped
 from longspan.faults import FAULT, FAULT_LOG
 from longspan.runfile import dump_run
 from longspan.tracking.history import STOP_REQUESTED
@@ -117,36 +114,6 @@ def assert_same_as_uninterrupted(run_dir: Path) -> None:
         assert (found[name] - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
-def test_a_lost_worker_is_replaced_and_a_lost_node_is_left_out(
-    tmp_path: Path, agents: Agents
-) -> None:
-    """Two agents, as of two nodes. Rank 1 is killed in the third step of every start.
-
-    Then an agent is killed. Its worker dies with it, and the run continues on the other node
-    until it is told to stop.
-    """
-    run_dir = tmp_path / "run"
-    options, port = nodes(tmp_path)
-    fault = {FAULT: "kill@step:1:3", FAULT_LOG: str(tmp_path / "fault")}
-    agents.append(torchrun(run_dir, options, [*RUN, ENDLESS], **fault))
-    wait_until(lambda: is_listening(port))
-    agents.append(torchrun(run_dir, options, [*RUN, ENDLESS], **fault))
-    host, other = agents
-    wait_until(lambda: has_started(run_dir, 2, 2))
-    assert [start["step"] for start in starts(run_dir)][:2] == [0, 2]
-    workers = workers_of(other.pid)
-    other.kill()
-    wait_until(lambda: has_started(run_dir, 1, 3))
-    assert not any(map(is_alive, workers))
-    wait_until(lambda: last_step(run_dir) >= starts(run_dir)[-1]["step"] + 3)
-    started = len(starts(run_dir))
-    (run_dir / "STOP").touch()
-    assert host.wait(120) == 0
-    assert "stopped at step" in console(run_dir)
-    assert len(starts(run_dir)) == started  # not restarted
-    assert_same_as_uninterrupted(run_dir)
-
-
 @is_slow
 def test_killed_workers_are_replaced_until_the_run_is_done(tmp_path: Path, agents: Agents) -> None:
     """Rank 1 is killed in the third step of every start; then the agent, with both its workers."""
@@ -190,55 +157,6 @@ def test_a_node_that_is_told_to_stop_saves_and_the_other_goes_on(
     (run_dir / "STOP").touch()
     assert agents[0].wait(120) == 0
     assert_same_as_uninterrupted(run_dir)
-
-
-@is_slow
-def test_a_node_rejoins_and_the_rendezvous_host_cannot_be_lost(
-    tmp_path: Path, agents: Agents
-) -> None:
-    """Two agents, as of two nodes. Without the one that hosts the rendezvous, all exit."""
-    run_dir = tmp_path / "run"
-    options, port = nodes(tmp_path)
-    run = [*RUN, ENDLESS, "checkpoint.every=5", "train.hang_timeout_s=20"]
-    slow = {FAULT: "slow@step:0:1", FAULT_LOG: str(tmp_path / "fault")}
-
-    def join() -> subprocess.Popen[bytes]:
-        agents.append(torchrun(run_dir, options, run, **slow))
-        return agents[-1]
-
-    def progress(steps: int) -> None:
-        at = last_step(run_dir)
-        wait_until(lambda: last_step(run_dir) >= at + steps)
-
-    host = join()
-    wait_until(lambda: is_listening(port))
-    other = join()
-    wait_until(lambda: has_started(run_dir, 2, 1))
-    progress(7)
-    other.send_signal(signal.SIGKILL)
-    wait_until(lambda: has_started(run_dir, 1, 2))
-    progress(7)
-    other = join()
-    wait_until(lambda: has_started(run_dir, 2, 3))
-    progress(7)
-    host.send_signal(signal.SIGKILL)
-    assert other.wait(120) != 0
-    assert "RendezvousConnectionError" in console(run_dir)
-    assert_same_as_uninterrupted(run_dir)
-
-
-@pytest.mark.parametrize(
-    ("restarts", "by_signal", "code"), [(9, True, 3), (9, False, 0), (0, False, 3)]
-)
-def test_torchrun_is_told_to_restart_workers_that_a_signal_to_another_node_has_stopped(
-    restarts: int, by_signal: bool, code: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def stop(args: object) -> None:
-        raise Stopped("stopped", by_signal=by_signal)
-
-    monkeypatch.setattr("longspan.cli.training.train", stop)
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
-    assert main(["train"]) == code
 
 
 def test_a_store_that_is_shared_with_the_agent_gives_a_warning(tmp_path: Path) -> None:

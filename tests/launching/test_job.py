@@ -12,7 +12,7 @@ import pytest
 
 from longspan.cli import main
 from longspan.errors import UserError
-from longspan.launching.job import TIMEOUTS, Job, parse_minutes, parse_nodes, port_of
+from longspan.launching.job import Job, parse_minutes, parse_nodes, port_of
 from longspan.launching.node_script import script
 from longspan.runfile import dump_run, load_run
 from tests.launching.test_local import SMALL
@@ -36,12 +36,13 @@ def run_file(tmp_path: Path) -> Path:
 
 
 def recorded(text: str, folder: Path, *arguments: str, **environment: str) -> list[str]:
-    """Run a script with a torchrun that records its arguments, and return them."""
+    """Run a script with programs that record their arguments, and return them."""
     (folder / "bin").mkdir(exist_ok=True)
-    fake = folder / "bin" / "torchrun"
-    fake.write_text(RECORDER)
-    fake.chmod(0o755)
-    path = f"{fake.parent}{os.pathsep}{os.environ['PATH']}"
+    for name in ("torchrun", "longspan"):
+        fake = folder / "bin" / name
+        fake.write_text(RECORDER)
+        fake.chmod(0o755)
+    path = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
     variables = {**os.environ, "PATH": path, "RECORD": str(folder / "record"), **environment}
     subprocess.run(["bash", "-s", *arguments], input=text, text=True, env=variables, check=True)
     *_, last = (folder / "record").read_text().splitlines()
@@ -74,7 +75,7 @@ def test_one_node_meets_on_a_free_port(
     assert recorded(text, tmp_path) == words
 
 
-def test_every_node_runs_the_same_script_with_the_host(
+def test_every_node_runs_the_same_script(
     run_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["local", str(run_file), "--nodes", "4:5", "--gpus-per-node", "8"]
@@ -82,17 +83,44 @@ def test_every_node_runs_the_same_script_with_the_host(
     assert code == 0
     port = port_of("first")
     assert 20_000 <= port < 32_000 != port_of("second")
-    expected = f"""--nnodes 4 --nproc-per-node 8 --max-restarts 10 --rdzv-backend c10d
-        --rdzv-endpoint node-1:{port} --rdzv-id first
-        --rdzv-conf {TIMEOUTS} -m longspan train""".split()
+    expected = ["node", "--run-dir", "/shared/a b", "--port", str(port), "--restarts", "10", "--"]
+    expected += [
+        "--nnodes",
+        "4",
+        "--nproc-per-node",
+        "8",
+        "--max-restarts",
+        "10",
+        "-m",
+        "longspan",
+        "train",
+    ]
     expected += [str(run_file), "--resume", "/shared/a b"]
-    assert recorded(text, tmp_path, "node-1") == expected
-    expected[expected.index(f"node-1:{port}")] = "10.0.0.1:29500"
-    expected[6:6] = ["--local-addr", "10.0.0.2"]
-    assert recorded(text, tmp_path, "10.0.0.1:29500", LOCAL_ADDR="10.0.0.2") == expected
-    without = subprocess.run(["bash"], input=text, text=True, capture_output=True)
-    assert without.returncode == 1
-    assert "give the host where the nodes meet" in without.stderr
+    assert recorded(text, tmp_path) == expected
+    expected[7:7] = ["--address", "10.0.0.2"]
+    assert recorded(text, tmp_path, LOCAL_ADDR="10.0.0.2") == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "nnodes", "said"),
+    [
+        (["train.global_batch=960"], "4:6", "4 to 6 nodes"),  # a multiple of 4, 5 and 6 nodes' GPUs
+        (["train.global_batch=64"], "4", "2 nodes will wait as hot spare"),  # not of 5
+        (["layout.shard=32", "train.global_batch=960"], "4", "2 nodes will wait as hot spare"),
+    ],
+)
+def test_more_nodes_train_if_the_layout_fits_any_number_of_them(
+    run_file: Path,
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    nnodes: str,
+    said: str,
+) -> None:
+    size = ["--nodes", "4:6", "--gpus-per-node", "8"]
+    code, text, error = launch(capsys, "local", str(run_file), *overrides, *size)
+    assert code == 0, error
+    assert f"--nnodes {nnodes} --nproc-per-node 8 " in text
+    assert said in text
 
 
 def test_submit_trains(tmp_path: Path) -> None:
@@ -147,7 +175,7 @@ def test_the_size_of_a_job(
     file.write_text(dump_run(load_run(None, ["train.global_batch=96", "train.device=auto"])))
     code, text, error = launch(capsys, "local", str(file), *words.split())
     assert code == 0, error
-    assert f"torchrun --nnodes {nodes} --nproc-per-node {processes} " in text
+    assert f" --nnodes {nodes} --nproc-per-node {processes} " in text
     assert ("train.device=cpu" in text) == ("--gpus-per-node 0" in words)
 
 

@@ -12,6 +12,7 @@ from longspan.cli import (
     doctor,
     inputs,
     launch,
+    node,
     profile,
     report,
     trained,
@@ -44,7 +45,7 @@ def build_parser() -> Parser:
     # The `deepspeed` launcher passes it; the environment holds the same value.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_commands()
-    groups = (training, launch, doctor, profile, trained, watch, report, inputs, bench, completion)
-    for group in groups:
+    groups = (training, launch, node, doctor, profile, trained, watch, report, inputs, bench)
+    for group in (*groups, completion):
         group.add(commands)
     return parser

@@ -223,7 +223,21 @@ def _checked(job: Job, file: Path, epochs: float | None) -> Job:
         run = load_run(file, job.overrides, world=job.world)
     if job.hardware and job.gpus_per_node:
         _warn_if_too_large(run, job)
+    if job.max_nodes > job.nodes:
+        job = replace(job, is_elastic=_fits_any_size(job, file))
     return replace(job, run_text=file.read_text(encoding="utf-8"))
+
+
+def _fits_any_size(job: Job, file: Path) -> bool:
+    """Whether the run fits every number of nodes of the job, as with a layout axis of -1."""
+    from longspan.runfile import load_run
+
+    try:
+        for nodes in range(job.nodes + 1, job.max_nodes + 1):
+            load_run(file, job.overrides, world=nodes * job.processes_per_node)
+    except UserError:
+        return False
+    return True
 
 
 def _steps(run: Run, epochs: float) -> int:

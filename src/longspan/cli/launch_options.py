@@ -71,7 +71,8 @@ def add_size(parser: Parser) -> None:
     parser.add_argument(
         "--nodes",
         metavar="N[:MAX]",
-        help="number of nodes that train; MAX starts more, which wait as hot spares (default: 1, "
+        help="number of nodes that train; MAX starts more, which train too if the layout fits any "
+        "number of them (an axis of -1), and else wait as hot spares (default: 1, "
         "or as many of the --hardware as --gpus need)",
     )
     parser.add_argument(

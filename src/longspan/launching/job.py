@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from longspan.errors import UserError
-from longspan.wording import toml_value
+from longspan.wording import counted, toml_value
 
 MAX_NAME = 40
 """Characters of a name: Kubernetes appends its own to make the names of pods, of at most 63."""
@@ -66,7 +66,9 @@ class Job:
     nodes: int = 1
     """Nodes that train."""
     max_nodes: int = 1
-    """Nodes to start; those beyond `nodes` are hot spares."""
+    """Nodes to start; those beyond `nodes` are hot spares, unless the job is elastic."""
+    is_elastic: bool = False
+    """Whether the layout fits any number of nodes from `nodes` to `max_nodes`: all train."""
     gpus_per_node: int = 0
     """0 trains on CPUs, with `processes_per_node`."""
     processes_per_node: int = 1
@@ -101,8 +103,18 @@ class Job:
         return self.max_nodes > 1
 
     @property
+    def spares(self) -> int:
+        """Number of nodes that wait until one is lost."""
+        return 0 if self.is_elastic else self.max_nodes - self.nodes
+
+    @property
+    def nnodes(self) -> str:
+        """Nodes that train, as torchrun takes them; it keeps more than those waiting as spares."""
+        return f"{self.nodes}:{self.max_nodes}" if self.is_elastic else str(self.nodes)
+
+    @property
     def world(self) -> int:
-        """Number of ranks."""
+        """Number of ranks, the least of them if the job is elastic."""
         return self.nodes * self.processes_per_node
 
     def _bad_texts(self) -> list[str]:
@@ -240,17 +252,31 @@ def torchrun(job: Job, endpoint: str = "", *, run_file: str = "") -> list[list[s
     `endpoint`: host and port of the rendezvous, if there are several nodes. `run_file`: its path on
     the node, if it is another.
     """
-    start = [["torchrun", "--nnodes", str(job.nodes)]]
-    start[0] += ["--nproc-per-node", str(job.processes_per_node)]
-    start[0] += ["--max-restarts", str(job.restarts)]
+    start = [["torchrun", *agent(job)]]
     if job.is_multi_node:
         start += [["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", job.name]]
         start += [["--rdzv-conf", TIMEOUTS]]
     else:
         start += [["--standalone"]]  # a rendezvous on a free port
+    return [*start, *training(job, run_file)]
+
+
+def nodes_in_words(job: Job) -> str:
+    """The number of nodes that train."""
+    return f"{job.nodes} to {job.max_nodes} nodes" if job.is_elastic else counted(job.nodes, "node")
+
+
+def agent(job: Job) -> list[str]:
+    """The arguments of torchrun on each node, without those of the rendezvous."""
+    size = ["--nnodes", job.nnodes, "--nproc-per-node", str(job.processes_per_node)]
+    return [*size, "--max-restarts", str(job.restarts)]
+
+
+def training(job: Job, run_file: str = "") -> list[list[str]]:
+    """What torchrun runs, in groups: it starts the run, and resumes it."""
     train = [["-m", "longspan", "train", as_path(run_file or job.run_file)]]
     train += [[override] for override in job.overrides]
-    return [*start, *train, ["--resume", as_path(job.run_dir)]]
+    return [*train, ["--resume", as_path(job.run_dir)]]
 
 
 def as_path(text: str) -> str:

@@ -6,56 +6,60 @@ from longspan.launching.job import (
     Job,
     Shell,
     Target,
+    agent,
+    as_path,
+    nodes_in_words,
     port_of,
     shell_environment,
     shell_lines,
     torchrun,
+    training,
 )
 from longspan.wording import counted
 
 
 def script(job: Job) -> str:
-    """Return the script; with several nodes each runs the same one, given the rendezvous host."""
+    """Return the script; with several nodes each runs the same one."""
     processes = counted(job.processes_per_node, "process")
     lines = [
         "#!/usr/bin/env bash",
-        f"# The job {job.name}: {counted(job.nodes, 'node')}, {processes} on each.",
+        f"# The job {job.name}: {nodes_in_words(job)}, {processes} on each.",
     ]
     lines += ["set -euo pipefail", ""]
     if job.is_multi_node:
-        lines += [*_rendezvous(job), ""]
+        lines += [*_meeting(job), ""]
     lines += [shell_environment(), ""]
+    command = _node(job) if job.is_multi_node else torchrun(job)
     lines += [
         "# The same command starts the run, and resumes it from its newest checkpoint.",
-        f"exec {shell_lines(_command(job))}",
+        f"exec {shell_lines(command)}",
         "",
     ]
     return "\n".join(lines)
 
 
-def _rendezvous(job: Job) -> list[str]:
-    spares, port = job.max_nodes - job.nodes, port_of(job.name)
-    more = f", {counted(spares, 'node')} of them as hot spare" if spares else ""
+def _meeting(job: Job) -> list[str]:
+    wait = f"; {counted(job.spares, 'node')} will wait as hot spare" if job.spares else ""
     return [
-        f"# Run it on {job.max_nodes} nodes{more}: bash FILE HOST, where HOST is the",
-        f"# name or address of one of them. They meet at its port {port}; HOST:PORT is another.",
+        f"# Run it on {job.max_nodes} nodes{wait}. They share the run folder, through which they",
+        "# find each other. One of them hosts the rendezvous, and if it is lost, another one does:",
+        f"# at port {port_of(job.name)}, or at another if that is not free.",
         "# LOCAL_ADDR=... is the address of this node, if the others cannot find its host name.",
-        'host=${1:?"give the host where the nodes meet: bash $0 HOST"}',
-        f"[[ $host == *:* ]] || host+=:{port}",
     ]
 
 
-def _command(job: Job) -> list[list[str]]:
-    start, *rest = torchrun(job, Shell('"$host"'))
-    if job.is_multi_node:
-        start.append(Shell('${LOCAL_ADDR:+--local-addr "$LOCAL_ADDR"}'))
-    return [start, *rest]
+def _node(job: Job) -> list[list[str]]:
+    """The command of one node of several, which runs torchrun."""
+    start = ["longspan", "node", "--run-dir", as_path(job.run_dir)]
+    options = ["--port", str(port_of(job.name)), "--restarts", str(job.restarts)]
+    options.append(Shell('${LOCAL_ADDR:+--address "$LOCAL_ADDR"}'))
+    return [start, options, ["--", *agent(job)], *training(job)]
 
 
 LOCAL = Target(
     "local",
     "write a script that starts torchrun, here or on each node",
     script,
-    lambda job, file: ["bash", "-s" if file == "-" else file, *["HOST"] * job.is_multi_node],
+    lambda job, file: ["bash", *([] if file == "-" else [file])],
     starts_all_nodes=False,
 )

@@ -11,6 +11,7 @@ from longspan.launching.job import (
     Shell,
     Target,
     as_path,
+    nodes_in_words,
     shell_environment,
     shell_lines,
     shown,
@@ -99,15 +100,14 @@ def _directives(job: Job) -> list[str]:
         options["--mem"] = "0"  # all
     if job.max_nodes > job.nodes:
         flags.append("--no-kill")
-    spares = job.max_nodes - job.nodes
     return [
         "#!/usr/bin/env bash",
         *(f"#SBATCH {name}={value}" for name, value in options.items() if value),
         *(f"#SBATCH {flag}" for flag in flags),
         "",
-        f"# The job {job.name}: {counted(job.nodes, 'node')}, "
+        f"# The job {job.name}: {nodes_in_words(job)}, "
         f"{counted(job.processes_per_node, 'process')} on each"
-        + (f", and {counted(spares, 'node')} as hot spare." if spares else "."),
+        + (f", and {counted(job.spares, 'node')} as hot spare." if job.spares else "."),
         "# Jobs of the same name run one after another (singleton). Where jobs cannot be requeued,",
         "# submit it several times: each resumes the run, or ends at once if that is finished.",
     ]
