@@ -85,6 +85,10 @@ def path(text: str) -> str:
     return f"/shared/{text}"
 
 
+def file(text: str) -> str:
+    return f"/shared/{text}.toml"
+
+
 def override(text: str) -> tuple[str, ...]:
     return (f"a.b={text}",)
 
@@ -94,14 +98,14 @@ def jobs(root: str = "/shared", count: int = 60, **values: Any) -> list[Job]:
 
     Each place is quoted by the same function; only the one of the run folder needs them all.
     """
-    folders, files = accepted("run_dir", path), accepted("run_file", path)
+    folders, files = accepted("run_dir", path), accepted("run_file", file)
     overrides = accepted("overrides", override)
     assert min(map(len, (folders, files, overrides))) > CASES / 2
     random.Random(1).shuffle(folders)
     count = min(count, len(folders))
     return [
         job_of(
-            run_file=path(files[number % len(files)]),
+            run_file=file(files[number % len(files)]),
             run_dir=f"{root}/{folders[number]}",
             source=path(folders[-number]),
             overrides=tuple(v for text in overrides[number::count] for v in override(text)),
@@ -174,7 +178,7 @@ def read_sky(job: Job) -> Any:
 
 
 def sky_file(job: Job) -> str:
-    return f"/tmp/longspan-first/run{Path(job.run_file).suffix.lower()}"
+    return "/tmp/longspan-first/run.toml"
 
 
 SCRIPTS = {"local": LOCAL.text, "slurm": SLURM.text, "skypilot": sky_script}
@@ -278,8 +282,8 @@ def test_dockerfiles() -> None:
         assert len(before) == len(benign) - 1
         assert before[4:] == benign[4:-1]
         assert command.startswith("CMD [")
-        run_file = f"/etc/longspan/run{Path(job.run_file).suffix.lower()}"
-        assert ends(json.loads(command.removeprefix("CMD ")), arguments(job, run_file))
+        expected = arguments(job, "/etc/longspan/run.toml")
+        assert ends(json.loads(command.removeprefix("CMD ")), expected)
 
 
 @pytest.mark.parametrize("field", ["name", "partition", "account", "image", "namespace", "volume"])

@@ -269,11 +269,12 @@ def test_numbers_of_nodes_and_minutes_are_parsed() -> None:
 
 def test_what_is_not_printable_is_refused_and_all_problems_are_listed() -> None:
     with pytest.raises(UserError) as raised:
-        Job("-x", "a=b.toml", "runs/\u202eevil", ("--submit", "a.b=\n"), nodes=2, restarts=-1)
+        Job("-x", "a=b.txt", "runs/\u202eevil", ("--submit", "a.b=\n"), nodes=2, restarts=-1)
     message = str(raised.value)
     for part in (
         "the run folder must not have U+202E, which is not printable",
         "the run file must not have = in its path",
+        "the run file must end in .toml, .yaml or .yml",
         'must look like section.key=value, got "--submit"',
         "the override 2 must not have U+000A",
         "the name must be at most 40",

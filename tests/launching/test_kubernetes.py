@@ -213,6 +213,7 @@ def test_what_kubernetes_does_not_support_is_refused() -> None:
     for values, message in (
         ({"max_nodes": 3}, "--nodes 2:3 has hot spares, which kubernetes does not support"),
         ({"run_dir": "/home/me"}, "the run folder must be below /shared"),
+        ({"run_dir": "/shared/../etc"}, "the run folder must be below /shared"),
         ({"run_text": "#" * (1 << 20)}, "must be smaller than 1 MiB"),
         ({"namespace": "Team"}, 'the namespace must be a DNS label, got "Team"'),
         ({"volume": "a b"}, 'the volume must be the name of a PersistentVolumeClaim, got "a b"'),

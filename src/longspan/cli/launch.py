@@ -225,7 +225,7 @@ def _checked(job: Job, file: Path, epochs: float | None) -> Job:
         _warn_if_too_large(run, job)
     if job.max_nodes > job.nodes:
         job = replace(job, is_elastic=_fits_any_size(job, file))
-    return replace(job, run_text=file.read_text(encoding="utf-8"))
+    return replace(job, run_text=file.read_text(encoding="utf-8-sig"))
 
 
 def _fits_any_size(job: Job, file: Path) -> bool:

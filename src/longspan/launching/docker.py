@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from pathlib import PurePosixPath
 
 from longspan.errors import UserError
 from longspan.launching.job import ENVIRONMENT, Job, Target, as_path, torchrun
@@ -67,12 +66,12 @@ def _dockerfile(job: Job) -> str:
             f"docker runs one node, but --nodes asks for {job.max_nodes}: use kubernetes or "
             "skypilot, or run the script of `longspan launch local` in a container of each node"
         )
-    suffix = PurePosixPath(job.run_file).suffix.lower()
-    groups = torchrun(job, run_file=f"{RUN_FOLDER}/run{suffix}")
+    run_file = f"{RUN_FOLDER}/{job.run_name}"
+    groups = torchrun(job, run_file=run_file)
     gpus = " --gpus all" if job.gpus_per_node else ""
     header = (
         f"# The job {job.name}. It expects its run file and a folder for runs and data:\n"
-        f"#   docker run{gpus} --shm-size 8g -v RUN{suffix}:{RUN_FOLDER}/run{suffix}:ro"
+        f"#   docker run{gpus} --shm-size 8g -v FILE:{run_file}:ro"
         f" -v FOLDER:{SHARED} {job.image or 'longspan'}\n"
         "# FOLDER must be writable for the user 1000; docker stop -t 300 leaves time to save."
     )

@@ -45,6 +45,7 @@ ENVIRONMENT = {
 }
 """Variables that torchrun needs: the value, and why."""
 
+SUFFIXES = (".toml", ".yaml", ".yml")
 NAME = re.compile(rf"[a-z]([a-z0-9-]{{0,{MAX_NAME - 2}}}[a-z0-9])?")
 LABEL = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 WORD = re.compile(r"\w[\w.,@+-]{0,254}", re.ASCII)
@@ -99,6 +100,11 @@ class Job:
             raise UserError("; ".join(problems))
 
     @property
+    def run_name(self) -> str:
+        """A plain name for a copy of the run file."""
+        return f"run{next(suffix for suffix in SUFFIXES if self.run_file.endswith(suffix))}"
+
+    @property
     def is_multi_node(self) -> bool:
         return self.max_nodes > 1
 
@@ -126,6 +132,10 @@ class Job:
         if longest > MAX_PART:
             found.append(
                 f"a name in the run folder has {longest:,} bytes, and the most is {MAX_PART}"
+            )
+        if not self.run_file.endswith(SUFFIXES):
+            found.append(
+                f"the run file must end in .toml, .yaml or .yml, got {shown(self.run_file)}"
             )
         if "=" in self.run_file:
             found.append(f"the run file must not have = in its path, got {shown(self.run_file)}")

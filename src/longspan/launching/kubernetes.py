@@ -10,11 +10,11 @@ replaced.
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
+import posixpath
 from typing import Any
 
 from longspan.errors import UserError
-from longspan.launching.job import ENVIRONMENT, SAVE_S, Job, Target, as_path, torchrun
+from longspan.launching.job import ENVIRONMENT, SAVE_S, Job, Target, as_path, shown, torchrun
 from longspan.launching.manifest import dump
 from longspan.wording import counted
 
@@ -39,9 +39,10 @@ def manifests(job: Job) -> str:
             f"--nodes {job.nodes}:{job.max_nodes} has hot spares, which kubernetes does not "
             f"support: it replaces a lost pod itself, so use --nodes {job.nodes}"
         )
-    if not job.run_dir.startswith(f"{SHARED}/"):
+    if not posixpath.normpath(job.run_dir).startswith(f"{SHARED}/"):
         raise UserError(
-            f"the run folder must be below {SHARED}, where the volume is mounted, got {job.run_dir}"
+            f"the run folder must be below {SHARED}, where the volume is mounted, got "
+            f"{shown(job.run_dir)}"
         )
     if len(job.run_text.encode()) > MAX_CONFIG_MAP - 1024:
         raise UserError("the run file must be smaller than 1 MiB, the limit of a ConfigMap")
@@ -88,7 +89,7 @@ def _explained(found: Object) -> str:
     if found["kind"] == "ConfigMap":  # a line of the run file is not one of ours
         return text
     lines, seen = [], set[str]()
-    for line in text.splitlines():
+    for line in text.removesuffix("\n").split("\n"):
         words = line.strip()
         key = words if words in WHY else words.split(" ")[0]
         if key in WHY and key not in seen:
@@ -110,12 +111,8 @@ def _labels(job: Job) -> dict[str, str]:
     return {"app.kubernetes.io/name": "longspan", "app.kubernetes.io/instance": job.name}
 
 
-def _run_file(job: Job) -> str:
-    return f"run{PurePosixPath(job.run_file).suffix.lower()}"
-
-
 def _config_map(job: Job) -> Object:
-    return _object(job, "v1", "ConfigMap") | {"data": {_run_file(job): job.run_text}}
+    return _object(job, "v1", "ConfigMap") | {"data": {job.run_name: job.run_text}}
 
 
 def _network_policy(job: Job) -> Object:
@@ -204,7 +201,7 @@ def _train_job(job: Job) -> Object:
 
 
 def _pod(job: Job) -> Object:
-    run_file = f"{RUN_FOLDER}/{_run_file(job)}"
+    run_file = f"{RUN_FOLDER}/{job.run_name}"
     check = ["longspan", "config", "show", run_file, *job.overrides, "--nproc", str(job.world)]
     volumes: dict[str, tuple[str, Object]] = {
         "run": (RUN_FOLDER, {"configMap": {"name": job.name}}),

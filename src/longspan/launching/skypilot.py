@@ -5,7 +5,6 @@ Imports no torch.
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
 from typing import Any
 
 from longspan.errors import UserError
@@ -52,8 +51,7 @@ def task(job: Job) -> str:
         )
     if job.gpus_per_node and not job.hardware:
         raise UserError("skypilot needs the kind of GPU: give --hardware, for example h100")
-    suffix = PurePosixPath(job.run_file).suffix.lower()
-    run_file = f"/tmp/longspan-{job.name}/run{suffix}"
+    run_file = f"/tmp/longspan-{job.name}/{job.run_name}"
     found: dict[str, Any] = {"name": job.name, "num_nodes": job.nodes, "resources": _resources(job)}
     if not job.image:
         found["workdir"] = job.source
