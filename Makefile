@@ -31,7 +31,7 @@ drill: $(VENV)/.development
 	$(BIN)/longspan drill --nproc 4 --faults 20 --seed 8
 
 # Under torchrun: a worker is killed in every start; nodes are cut off in network namespaces: a hot
-# spare takes the place of one, then the rendezvous host is lost.
+# spare takes the place of one, then the rendezvous host is lost; a pod of Kubernetes is replaced.
 elastic: $(VENV)/.development
 	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/launching tests/training/test_recovery.py
 

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 from longspan.checkpoint import list_checkpoints, load, step_of
+from longspan.cli import main
+from longspan.errors import Stopped
 from longspan.faults import FAULT, FAULT_LOG
 from longspan.runfile import dump_run
 from longspan.tracking.history import STOP_REQUESTED
@@ -157,6 +159,20 @@ def test_a_node_that_is_told_to_stop_saves_and_the_other_goes_on(
     (run_dir / "STOP").touch()
     assert agents[0].wait(120) == 0
     assert_same_as_uninterrupted(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("restarts", "by_signal", "code"), [(9, True, 3), (9, False, 0), (0, False, 3)]
+)
+def test_torchrun_is_told_to_restart_workers_that_a_signal_to_another_node_has_stopped(
+    restarts: int, by_signal: bool, code: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def stop(args: object) -> None:
+        raise Stopped("stopped", by_signal=by_signal)
+
+    monkeypatch.setattr("longspan.cli.training.train", stop)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", str(restarts))
+    assert main(["train"]) == code
 
 
 def test_a_store_that_is_shared_with_the_agent_gives_a_warning(tmp_path: Path) -> None:
