@@ -1,5 +1,8 @@
 import sys
 
-from longspan.cli import main
+try:
+    from longspan.cli import main
+except KeyboardInterrupt:  # a rank that is told to stop while it starts
+    sys.exit("longspan: interrupted")
 
 sys.exit(main())

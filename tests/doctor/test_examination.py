@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
+import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 from unittest.mock import patch
 
 import pytest
@@ -88,6 +90,32 @@ def test_a_step_that_fails_is_a_finding(tmp_path: Path) -> None:
     assert (found.status, "no memory for the model" in found.seen) == ("error", True)
     assert "not opened" in report.findings("data")[0].seen
     assert [path.name for path in tmp_path.iterdir() if "doctor" in path.name] == []
+
+
+def test_a_signal_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(folder: Path, *_: object) -> subprocess.Popen[bytes]:
+        assert folder.parent == tmp_path
+        started.append(subprocess.Popen(["sleep", "600"], start_new_session=True))
+        os.kill(os.getpid(), signal.SIGTERM)  # by a scheduler, or torchrun
+        return started[0]
+
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(step, "_start", start)
+    monkeypatch.setattr(os, "_exit", leave)
+    before = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # of pytest, if it is not caught
+    try:
+        assert main(["doctor", *SMALL, "--run-dir", str(tmp_path / "runs")]) == 1
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "interrupted; nothing is left behind" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_run_folder_that_is_not_shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

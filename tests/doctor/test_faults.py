@@ -26,6 +26,8 @@ import torch.distributed as dist
 from longspan.config import Run
 from longspan.data.build import build
 from longspan.data.shards import read_index
+from longspan.device import resolve
+from longspan.doctor import examine
 from longspan.doctor.data import check_data
 from longspan.doctor.devices import judge_rates
 from longspan.doctor.disk import check_disk
@@ -33,6 +35,7 @@ from longspan.doctor.examination import judge_fingerprints, judge_versions
 from longspan.doctor.finding import Finding
 from longspan.doctor.machine import check_limits, check_shared_memory
 from longspan.doctor.meeting import Meeting, judge_clocks, missing_ranks, open_store
+from longspan.doctor.memory import available_memory, check_memory
 from longspan.doctor.network import check_rendezvous, gloo_address, judge_addresses
 from longspan.doctor.software import versions
 from longspan.loopback import STORE
@@ -118,6 +121,26 @@ def test_a_small_shared_memory(tmp_path: Path) -> None:
             assert "1.0 MiB free" in found.seen
             (found,) = check_shared_memory(2, on_gpu=on_gpu, shm=big.path)
             assert found.status == "ok"
+
+
+def test_too_little_memory(tmp_path: Path) -> None:
+    """A step is not tried on CPUs that cannot hold it: Linux would kill processes of others."""
+    meminfo, limit = tmp_path / "meminfo", tmp_path / "memory.max"
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable:    5000 kB\n")
+    assert available_memory(meminfo, limit) == 5000 * 1024
+    limit.write_text("max\n")
+    assert available_memory(meminfo, limit) == 5000 * 1024
+    limit.write_text("1000000\n")
+    assert available_memory(meminfo, limit) == 1_000_000
+    assert available_memory(tmp_path / "none", limit) is None
+    large = ["model.layers=2", "model.hidden=1048576", "model.heads=8192"]  # some 10¹³ parameters
+    report, _ = examine(load_run(None, [*SMALL, *large]), tmp_path / "runs", World())
+    assert report
+    assert report.findings("memory")[0].status == "error"
+    assert "not tried" in report.findings("one step")[0].seen
+    small = resolve(load_run(None, SMALL), torch.device("cpu"))
+    (found,) = check_memory(small, 1, 1)
+    assert (found.status, "of 1 process" in found.seen) == ("ok", True)
 
 
 def test_a_low_ulimit() -> None:

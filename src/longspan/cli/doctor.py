@@ -60,6 +60,7 @@ def doctor(args: argparse.Namespace) -> None:
     from longspan.launching.local import join_launcher
     from longspan.parallel.world import world_of_environment
     from longspan.runfile import load_run
+    from longspan.stop_signals import interrupted_by_signals
 
     join_launcher()
     world = world_of_environment()
@@ -84,15 +85,20 @@ def doctor(args: argparse.Namespace) -> None:
     with loading(quiet=not world.is_main):
         from longspan.doctor import examine
 
-    with waiting("examining", quiet=not world.is_main) as status:
-        report, has_hung = examine(
-            run,
-            args.run_dir,
-            world,
-            timeout_s=args.timeout,
-            step=not args.no_step,
-            show=lambda text: status.update(f"checking: {text}"),
-        )
+    try:
+        with interrupted_by_signals(), waiting("examining", quiet=not world.is_main) as status:
+            report, has_hung = examine(
+                run,
+                args.run_dir,
+                world,
+                timeout_s=args.timeout,
+                step=not args.no_step,
+                show=lambda text: status.update(f"checking: {text}"),
+            )
+    except KeyboardInterrupt:
+        if world.is_main:
+            print("longspan: interrupted; nothing is left behind", file=sys.stderr)
+        os._exit(FAILED)  # a check may still run in a thread
     code = DONE
     if report is not None:
         _print(report, as_json=args.json, is_main=world.is_main)

@@ -30,6 +30,7 @@ from longspan.doctor.disk import check_disk
 from longspan.doctor.finding import Finding, Report, join_findings, ranks_text
 from longspan.doctor.machine import check_limits, check_shared_memory
 from longspan.doctor.meeting import Meeting, judge_clocks, missing_ranks, open_store
+from longspan.doctor.memory import check_memory
 from longspan.doctor.network import check_rendezvous, gloo_address, judge_addresses
 from longspan.doctor.software import check_software, versions
 from longspan.doctor.step import check_step
@@ -195,7 +196,7 @@ def _meet(exam: Examination) -> Meeting:
 def _check_rank(exam: Examination) -> None:
     """The checks of one rank; those of a machine only on its first rank."""
     run, world, facts = exam.run, exam.world, exam.facts
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world.size))
+    here, resolved = int(os.environ.get("LOCAL_WORLD_SIZE", world.size)), list[Run]()
 
     def software() -> Iterator[Finding]:
         facts["versions"] = versions()
@@ -208,7 +209,7 @@ def _check_rank(exam: Examination) -> None:
     def device() -> Iterator[Finding]:
         try:
             exam.device = choose_device(run, world.local_rank)
-            resolve(run, exam.device)
+            resolved.append(resolve(run, exam.device))
             backend = choose_backend(run.layout, world.size, exam.device)
         except UserError as error:
             yield Finding("device", "error", str(error))
@@ -230,6 +231,8 @@ def _check_rank(exam: Examination) -> None:
     exam.check("GPU health", lambda: check_gpu(exam.device))
     if world.local_rank == 0:
         on_gpu = exam.device.type == "cuda"
+        if resolved:
+            exam.check("memory", lambda: check_memory(resolved[0], world.size, here))
         exam.check("shared memory", lambda: check_shared_memory(here, on_gpu=on_gpu))
         exam.check("open files", lambda: check_limits(world.size))
         exam.check("disk space", lambda: check_disk(run, exam.run_dir))
@@ -277,7 +280,7 @@ def _gather(exam: Examination, meeting: Meeting, key: str) -> Everyone:
     }
 
 
-NEEDED = ("device", "data", "disk writes")
+NEEDED = ("device", "memory", "data", "disk writes")
 """Checks without which no step can be tried."""
 
 
