@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import json
 import re
+import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from kubernetes import client
 from longspan.cli import main
 from longspan.errors import UserError
 from longspan.launching.job import TIMEOUTS, Job
-from longspan.launching.kubernetes import KINDS, manifests
+from longspan.launching.kubernetes import KINDS, WAIT, manifests
 from longspan.runfile import dump_run, load_run
 
 MODELS = {
@@ -117,7 +120,8 @@ def test_pods_train_find_each_other_and_are_private(kind: str) -> None:
     found = read(manifests(job_of(kind, overrides=("train.steps=7",))))
     spec, pod = pod_of(found)
     host = "first-0" if kind == "job" else "first-node-0-0"
-    (node,), (check_run,) = pod["containers"], pod["initContainers"]
+    (node,), (check_run, wait) = pod["containers"], pod["initContainers"]
+    assert wait["command"] == ["python", "-c", WAIT, host, "29400"]
     expected = f"""torchrun --local-addr $(POD_IP) --nnodes 2 --nproc-per-node 8 --max-restarts 10
         --rdzv-backend c10d --rdzv-endpoint {host}:29400 --rdzv-id first --rdzv-conf {TIMEOUTS}
         -m longspan train /etc/longspan/run.toml train.steps=7 --resume /shared/runs/first"""
@@ -147,7 +151,7 @@ def test_pods_train_find_each_other_and_are_private(kind: str) -> None:
     assert policy["ingress"] == [{"from": [{"podSelector": {"matchLabels": labels}}]}]
     # Nobody is root, and nothing but the mounts can be written.
     assert pod["securityContext"]["runAsNonRoot"]
-    for container in (node, check_run):
+    for container in (node, check_run, wait):
         assert container["securityContext"] == {
             "allowPrivilegeEscalation": False,
             "readOnlyRootFilesystem": True,
@@ -186,6 +190,21 @@ def test_a_time_limit_is_set_once() -> None:
         outer = found["TrainJob"]["spec"] if kind == "trainjob" else spec
         assert outer["activeDeadlineSeconds"] == 5400
         assert ("activeDeadlineSeconds" in spec) == (kind != "trainjob")
+
+
+def test_other_pods_wait_for_the_rendezvous_and_pod_0_does_not() -> None:
+    def waiting(host: str, port: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen([sys.executable, "-c", WAIT, host, str(port)])
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        assert waiting(socket.gethostname(), port).wait(60) == 0
+        other = waiting("127.0.0.1", port)
+        with pytest.raises(subprocess.TimeoutExpired):  # nobody listens yet
+            other.wait(0.5)
+        listener.listen()
+        assert other.wait(60) == 0
 
 
 def test_a_train_job_names_its_runtime() -> None:

@@ -29,6 +29,20 @@ USER = 1000
 MAX_CONFIG_MAP = 1 << 20
 DISCOVERY = {"jobset": "jobset.x-k8s.io/v1alpha2", "trainjob": "trainer.kubeflow.org/v1alpha1"}
 
+WAIT = """\
+import socket, sys, time
+host, port = sys.argv[1], int(sys.argv[2])
+while socket.gethostname() != host:  # pod 0 does not wait for itself
+    try:
+        socket.create_connection((host, port), 5).close()
+        break
+    except OSError:  # its name does not resolve yet, or nobody listens there
+        time.sleep(2)
+"""
+"""Waits for the rendezvous. torchrun gives up after two minutes, and pod 0 may be pending for hours
+or pull its image.
+"""
+
 Object = dict[str, Any]
 
 
@@ -74,7 +88,8 @@ WHY = {
     "podFailurePolicy:": "Exit code 2 is invalid input, no better the second time; a disruption "
     "(drained node, preemption) does not count.",
     "terminationGracePeriodSeconds:": "After SIGTERM all ranks save a checkpoint.",
-    "initContainers:": "Exits with code 2 if the run is invalid; torchrun's code would be 1.",
+    "initContainers:": "Exits with code 2 if the run is invalid; torchrun's code would be 1. With "
+    "several pods, another one waits for the rendezvous, however long pod 0 is pending.",
     "failurePolicy:": "Any other failure restarts all pods, which resume.",
     "podReplacementPolicy:": "A pod is replaced once it has saved.",
     "- name: shm": "NCCL and data loaders share memory; without this there are 64 MB.",
@@ -227,6 +242,9 @@ def _pod(job: Job) -> Object:
         }
 
     command, environment = _command(job, run_file), _environment(job)
+    first = [container("check", literal(check), [HOME])]
+    if job.is_multi_node:
+        first.append(container("wait", ["python", "-c", WAIT, _host(job), str(PORT)], []))
     return {
         "restartPolicy": "Never",  # the Job replaces pods
         "terminationGracePeriodSeconds": SAVE_S + 30,
@@ -240,7 +258,7 @@ def _pod(job: Job) -> Object:
             "fsGroupChangePolicy": "OnRootMismatch",
             "seccompProfile": {"type": "RuntimeDefault"},
         },
-        "initContainers": [container("check", literal(check), [HOME])],
+        "initContainers": first,
         "containers": [container("node", command, environment, resources=_resources(job))],
         "volumes": [{"name": name, **source} for name, (_, source) in volumes.items()],
     }
