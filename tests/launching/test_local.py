@@ -77,6 +77,28 @@ def test_rank_0_writes_to_the_console_and_the_others_to_logs(
     assert (tmp_path / "logs" / "rank-2.log").read_text() == "rank 2 of 3\n"
 
 
+def test_ctrl_c_twice_ends_ranks_that_hang(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a collective with a rank that is stuck: no handler of Python runs there."""
+    monkeypatch.setattr(local, "GRACE_S", 0.2)
+    body = "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+    body += f"open({str(tmp_path)!r} + f'/ready-{{rank}}', 'w')\ntime.sleep(600)"
+    script = tmp_path / "worker.py"
+    script.write_text(WORKER.format(body=body))
+    received: list[int] = []
+
+    def poll() -> None:
+        if len(received) < 2 and len(list(tmp_path.glob("ready-*"))) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    command = [sys.executable, str(script)]
+    logs = tmp_path / "logs"
+    assert local.run_processes(command, 2, logs, received=received, on_poll=poll) == 1
+    assert "the ranks hang, and were killed" in capfd.readouterr().err
+    assert received == [signal.SIGINT] * 2
+
+
 def test_the_first_failure_is_shown_and_the_other_ranks_are_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

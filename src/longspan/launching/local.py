@@ -143,7 +143,7 @@ class _Ranks:
         self._generation, self._spares, self._on_lost = generation, spares, on_lost
         self._processes: dict[int, Process] = {}
         self._signals: list[int] = []
-        self._is_recovering, self._is_stopping = False, False
+        self._is_recovering, self._is_stopping, self._is_interrupted = False, False, False
 
     @property
     def codes(self) -> list[int | None]:
@@ -166,10 +166,12 @@ class _Ranks:
 
     def send(self, number: int) -> None:
         """Send a signal to all, or keep it until lost ranks are replaced, since a process that
-        starts would not take it for a request.
+        starts would not take it for a request. Ctrl-C after a signal is not kept, and ranks that
+        hang in a collective, where they cannot handle it, are killed after GRACE_S.
         """
+        self._is_interrupted |= self._is_stopping and number == signal.SIGINT
         self._is_stopping = True
-        if self._is_recovering:
+        if self._is_recovering and not self._is_interrupted:
             self._signals.append(number)
             return
         for process in self._processes.values():
@@ -192,6 +194,7 @@ class _Ranks:
                 self._spares.keep(len(self._processes))
             # One that ends before all are back, in whatever way, leaves the others waiting.
             has_failed = any(self.codes) or (self._is_recovering and 0 in self.codes)
+            has_failed |= self._is_interrupted
             if deadline is None and has_failed and not self._replaces_lost():
                 deadline = time.monotonic() + GRACE_S
             if deadline is not None and time.monotonic() > deadline:
@@ -282,6 +285,9 @@ def _report(codes: Sequence[int | None], logs: Path, *, quiet: bool) -> int:
         print(f"longspan: rank {rank} failed:\n{raised[0].read_text()}", file=sys.stderr)
         return 1
     failed = [rank for rank, code in enumerate(codes) if code]
+    if not failed and None in codes:
+        print("longspan: the ranks hang, and were killed", file=sys.stderr)
+        return 1
     if not failed:
         return 0
     code = codes[failed[0]]
