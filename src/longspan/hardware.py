@@ -67,10 +67,11 @@ def device_of(hardware: str) -> Device:
             f"hardware {hardware!r} is unknown: expected {known}, or a TOML file with a table of "
             "the same keys as in src/longspan/devices.toml"
         )
+    content = read_bounded(Path(hardware), MAX_BYTES)
     try:
-        tables = tomllib.loads(read_bounded(Path(hardware), MAX_BYTES).decode())
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read the hardware in {hardware}: {error}") from error
+        tables = tomllib.loads(content.decode())
+    except ValueError as error:
+        raise UserError(f"{hardware} is not TOML: {error}") from error
     if len(tables) != 1:
         raise UserError(f"{hardware} must have one table, of one GPU, got {len(tables)}")
     ((name, row),) = tables.items()

@@ -161,6 +161,29 @@ def add(commands: Commands) -> None:
         "--gpus", type=int, default=1, metavar="N", help="number of GPUs to plan for"
     )
 
+    planner = actions.add(
+        "planner",
+        "compare the planner's model of time and memory with measured runs",
+        "bench planner runs.csv --hardware h100 --json errors.json",
+        verb=bench_planner,
+    )
+    planner.add_argument(
+        "file", type=Path, metavar="RUNS.csv", help="measured runs; one half is fitted"
+    )
+    planner.add_argument(
+        "--test",
+        type=Path,
+        metavar="FILE",
+        help="runs to predict (default: the other half of RUNS.csv)",
+    )
+    planner.add_argument(
+        "--hardware",
+        required=True,
+        metavar="GPU",
+        help="the GPU of the runs, a name or a TOML file as in `longspan launch`",
+    )
+    planner.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as SVG")
+
     tracking = actions.add(
         "tracking",
         "measure what metrics and sinks cost of a step",
@@ -256,6 +279,16 @@ def bench_memory(args: argparse.Namespace) -> None:
         from longspan.benchmarks.memory import bench_memory
 
     bench_memory(args.gpus, args.items, args.json)
+
+
+def bench_planner(args: argparse.Namespace) -> None:
+    from longspan.hardware import device_of
+
+    device = device_of(args.hardware)
+    with loading():
+        from longspan.benchmarks.planner import bench_planner
+
+    bench_planner(args.file, args.test, device, args.json, args.plot)
 
 
 def bench_tracking(args: argparse.Namespace) -> None:
