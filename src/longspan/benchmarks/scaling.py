@@ -145,7 +145,7 @@ def bench_scaling(
             rows.append(row)
             table.add(*_cells(row))
     if any(row.oversubscribed for row in rows):
-        console.print("* more cores than there are: processes take turns, and efficiency is lost")
+        console.print("* needs more cores than there are: processes share them")
     described = {**asdict(setting), "compared": compared(base, setting, cores)}
     described |= {"available_cores": len(cores)}
     result = {"machine": where, "setting": described, "rows": [asdict(row) for row in rows]}
@@ -157,7 +157,8 @@ def bench_scaling(
             writer.writeheader()
             writer.writerows(asdict(row) for row in rows)
     if plot_file is not None:
-        plot_file.write_text(draw(rows, where))
+        cores_each = f"; {counted(setting.cores, 'core')} per process" if setting.cores else ""
+        plot_file.write_text(draw(rows, where + cores_each))
 
 
 def base_run(file: Path | None, overrides: Sequence[str], setting: Setting) -> Run:
@@ -174,7 +175,8 @@ def base_run(file: Path | None, overrides: Sequence[str], setting: Setting) -> R
                 f'model.factory = "{run.model.factory}"'
             )
         return run
-    batch = [f"train.global_batch={common}"]
+    # The same step must divide among the most processes; one that grows may begin with a sequence.
+    batch = [f"train.global_batch={common if setting.mode == 'strong' else 1}"]
     grown = load_run(
         None,
         [*batch, "data.context=2048", *overrides, *_no_layout(), f"layout.tensor={common}"],
