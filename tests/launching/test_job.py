@@ -124,16 +124,16 @@ def test_more_nodes_train_if_the_layout_fits_any_number_of_them(
 
 
 def test_submit_trains(tmp_path: Path) -> None:
-    """Two workers of the real torchrun, in a run folder with a quote and spaces."""
+    """A worker of the real torchrun, in a run folder with a quote and spaces."""
     file, run_dir = tmp_path / "run.toml", tmp_path / "it's a run"
     file.write_text(dump_run(run_of(1, *SMALL)))
-    words = ["launch", "local", str(file), "--gpus-per-node", "0", "--processes-per-node", "2"]
+    words = ["launch", "local", str(file), "--gpus-per-node", "0"]
     words += ["--run-dir", str(run_dir), "train.steps=2", "--submit"]
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-m", "longspan", *words], env=environment, check=True)
     events = [json.loads(line) for line in (run_dir / "history.jsonl").read_text().splitlines()]
-    assert [e["ranks"] for e in events if e["event"] == "start"] == [2]
+    assert [e["ranks"] for e in events if e["event"] == "start"] == [1]
     assert events[-1] | {"event": "end", "step": 2} == events[-1]
 
 
