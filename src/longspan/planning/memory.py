@@ -7,21 +7,24 @@ the transient buffers of a step, are then added by formula.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from longspan.attention import pattern_of
 from longspan.config import Run
-from longspan.models import new_decoder
+from longspan.costs import linear_sizes, rank_of
+from longspan.models import new_decoder, stage_flops
 from longspan.parallel.apply import parallelize, reduce_dtype
 from longspan.parallel.dtensor import to_local
 from longspan.parallel.mesh import ParallelMesh, init_parameter_mesh
 from longspan.parallel.parameters import named_parameters
+from longspan.parallel.pipeline_schedule import plan_stages
 from longspan.parallel.world import World
 from longspan.sketching import SKLinear
 from longspan.torch_internals import fake_store
@@ -67,37 +70,49 @@ def memory_per_rank(run: Run, world: int) -> list[DeviceMemory]:
     return [_memory(run, world, stage * world // stages) for stage in range(stages)]
 
 
-@dataclass
 class _ElementCounts:
     """Parameter elements on a rank: of its shards, and of the gathered parameters."""
 
-    local: list[int] = field(default_factory=list)
-    autocast: int = 0
-    """Dense layers of the blocks, which autocast copies."""
-    head: int = 0
-    """The head, or the tied embedding."""
-    outside_blocks: int = 0
-    blocks: dict[str, int] = field(default_factory=dict)
+    def __init__(self, copies: Sequence[int]) -> None:
+        """`copies`: how many blocks of the run each block of the counted model stands for."""
+        self._copies = copies
+        self.local: list[int] = []
+        self.autocast = 0
+        """Dense layers of the blocks, which autocast copies."""
+        self.head = 0
+        """The head, or the tied embedding."""
+        self.outside_blocks = 0
+        self._blocks: dict[int, int] = {}
 
     def add(self, name: str, parameter: Tensor) -> None:
-        gathered = _gathered(parameter)
-        self.local.append(to_local(parameter).numel())
+        gathered, local, copies = _gathered(parameter), to_local(parameter).numel(), 1
         if name.startswith("blocks."):
+            block = int(name.split(".")[1])
+            copies = self._copies[block]
             is_weight = parameter.dim() > 1 and name.endswith(".weight")
-            self.autocast += gathered if is_weight else 0
-            block = name.split(".")[1]
-            self.blocks[block] = self.blocks.get(block, 0) + gathered
+            self.autocast += copies * gathered if is_weight else 0
+            self._blocks[block] = self._blocks.get(block, 0) + gathered
         else:
             self.outside_blocks += gathered
             self.head = max(self.head, gathered)
+        self.local += [local] * copies
+
+    @property
+    def largest_block(self) -> int:
+        return max(self._blocks.values())
+
+    @property
+    def in_blocks(self) -> int:
+        return sum(self._copies[block] * count for block, count in self._blocks.items())
 
     @property
     def gathered(self) -> int:
-        return self.outside_blocks + sum(self.blocks.values())
+        return self.outside_blocks + self.in_blocks
 
 
 def _memory(run: Run, world: int, rank: int) -> DeviceMemory:
-    model, counts = new_decoder(run), _ElementCounts()
+    counted_run, copies = _fewer_layers(run, run.layout.resolve(world)["pipeline"])
+    model, counts = new_decoder(counted_run), _ElementCounts(copies)
     with _fake_rank(run, world, rank) as mesh:
         parallelize(model, mesh, run.layout, run.train)
         for name, parameter in named_parameters(model):
@@ -106,15 +121,45 @@ def _memory(run: Run, world: int, rank: int) -> DeviceMemory:
     parameters = FP32_BYTES * sum(counts.local)
     transient = _transient_sharded if mesh.is_fsdp else _transient_unsharded
     has_copies = not mesh.is_fsdp and _compute_bytes(run) < FP32_BYTES
-    signs = (x for m in model.modules() if isinstance(m, SKLinear) for x in m.buffers())
     return DeviceMemory(
         parameters=parameters,
         gradients=FP32_BYTES * _gradients(run, mesh, counts),
         optimizer=moments,
         transient=transient(run, mesh, counts),
         autocast_copies=_compute_bytes(run) * counts.autocast if has_copies else 0,
-        signs=sum(x.nbytes for x in signs),
+        signs=_signs(model, copies),
         offloaded=2 * parameters + moments if run.layout.offload else 0,
+    )
+
+
+def _fewer_layers(run: Run, pipeline: int) -> tuple[Run, list[int]]:
+    """A run with one block for all that are the same in a pipeline stage, and how many those are.
+
+    Blocks take most of the time to build. They may differ in the ranks of their linear layers.
+    """
+    model, sizes = run.model, linear_sizes(run.model)
+    ranks = {
+        tuple(rank_of(model, f"blocks.{i}.{name}", *size) for name, size in sizes.items())
+        for i in range(model.layers)
+    }
+    if len(ranks) > 1:
+        return run, [1] * model.layers
+    copies = [model.layers]
+    if pipeline > 1:
+        flops = stage_flops(model, pattern_of(run.attention), run.data.context)
+        plan = plan_stages(run.layout, model.layers, flops, pipeline)
+        copies = [len(layers) for layers in plan.layers]
+    fewer = model.model_copy(update={"layers": len(copies)})
+    return run.model_copy(update={"model": fewer}), copies
+
+
+def _signs(model: nn.Module, copies: Sequence[int]) -> int:
+    """Bytes of the signs of sketched layers, which are buffers."""
+    return sum(
+        copies[int(name.split("blocks.")[1].split(".")[0])] * x.nbytes
+        for name, module in model.named_modules()
+        if isinstance(module, SKLinear)
+        for x in module.buffers()
     )
 
 
@@ -144,11 +189,11 @@ def _transient_unsharded(run: Run, mesh: ParallelMesh, counts: _ElementCounts) -
 
 def _transient_sharded(run: Run, mesh: ParallelMesh, counts: _ElementCounts) -> int:
     """Peak bytes of FSDP2's gathered parameters and unreduced gradients."""
-    width, largest_block = _compute_bytes(run), max(counts.blocks.values())
+    width, largest_block = _compute_bytes(run), counts.largest_block
     if mesh.reshards_after_forward and mesh.ranks["pipeline"] == 1:
         in_blocks, at_end = 2 * largest_block, 0  # the current block and the prefetched one
     else:  # pipeline stages keep theirs for the next micro-batch
-        in_blocks = at_end = sum(counts.blocks.values())
+        in_blocks = at_end = counts.in_blocks
     reduce_bytes = reduce_dtype(run.layout).itemsize
     # Backward through the blocks: the gradients of one block, and their reduce-scatter input.
     block_bytes = width * in_blocks + (width + reduce_bytes) * largest_block
