@@ -237,6 +237,7 @@ def test_malformed_overrides_are_rejected(override: str) -> None:
         (["model.heads=0"], "model.heads", "expected at least 1, got 0; the default is 4"),
         (["model.hidden=many"], "model.hidden", 'got "many"; the default is 128'),
         (["layout.shard=2", "track.log_every=0"], "track.log_every", "expected at least 1"),
+        (['track.sinks=["wandb","wandb"]'], "track.sinks", "has wandb more than once"),
     ],
 )
 def test_a_wrong_value_is_one_problem_with_what_applies_or_was_meant(

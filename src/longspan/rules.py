@@ -411,6 +411,8 @@ def _deepspeed_problems(
 
 
 def _track_rules(train: Train, track: Track, engine: Engine) -> Problems:
+    if twice := sorted({name for name in track.sinks if track.sinks.count(name) > 1}):
+        yield Problem("track.sinks", f"has {', '.join(twice)} more than once: list it once")
     profile = track.profile
     if not profile.active and profile != Profile():
         message = "0 profiles no step, so that the other keys of the table have no effect"

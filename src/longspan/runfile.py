@@ -263,7 +263,8 @@ def check_run_folder(run_dir: Path, *, resume: bool) -> None:
     if resume:
         saved_run_file(run_dir)
     raise UserError(
-        f"{run_dir} is not empty: continue it with --resume {run_dir}, or choose another folder"
+        f"{run_dir} is not empty: resume it (--resume {run_dir}, in Python resume=True), or choose "
+        "another folder"
     )
 
 

@@ -54,3 +54,4 @@ def test_wrong_arguments_are_refused(tmp_path: Path) -> None:
     assert main(["profile", "--nproc", "0"]) == 2
     (tmp_path / "mine.txt").touch()
     assert main(["profile", "-o", str(tmp_path)]) == 2
+    assert main(["profile", "track.profile.active=0"]) == 2

@@ -143,6 +143,14 @@ def test_a_metric_without_a_place_gets_a_chart_of_its_own() -> None:
     }
 
 
+def test_charts_that_are_left_out_are_counted() -> None:
+    lines = [{"step": step, **{f"mine_{n}": 1.0 for n in range(43)}} for step in (1, 2)]
+    charts = draw([RunData(Path("run"), Metrics(lines))]).charts
+    others = [chart for chart in charts if chart["id"].startswith("other-")]
+    assert len(others) == 40
+    assert others[-1]["note"] == "3 more charts are left out"
+
+
 def test_only_a_loss_of_tokens_is_in_nats_per_token() -> None:
     lines = [{"step": 1, "loss": 2.0, "tokens": 5}, {"step": 1, "loss": 2.0, "samples": 5}]
     runs = [RunData(Path("run"), Metrics([line])) for line in lines]

@@ -148,7 +148,7 @@ def test_a_folder_with_files_of_others_is_refused(name: str, tmp_path: Path) -> 
 )
 def test_a_folder_with_a_checkpoint_is_not_new(name: str, tmp_path: Path) -> None:
     folder = wreck(tmp_path / "run", f"checkpoints/{name}")
-    with pytest.raises(UserError, match="is not empty: continue it with --resume"):
+    with pytest.raises(UserError, match=r"resume it \(--resume .*, in Python resume=True\)"):
         check_run_folder(folder, resume=False)
     check_run_folder(folder, resume=True)
 

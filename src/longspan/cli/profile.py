@@ -116,6 +116,8 @@ def _profiled_run(file: Path | None, overrides: list[str], nproc: int | None) ->
     settings = ["checkpoint.every=0", "train.eval_every=0", "train.eval_samples=1"]
     settings += ["track.log_every=1", "track.prompt="]
     schedule = given.track.profile
+    if not schedule.active and any(x.startswith("track.profile.active=") for x in overrides):
+        raise UserError("track.profile.active=0 profiles no step: set it to at least 1")
     if not schedule.active:
         settings += [f"track.profile.{key}={value}" for key, value in SCHEDULE.items()]
         schedule = schedule.model_copy(update=SCHEDULE)

@@ -217,6 +217,8 @@ def draw(runs: Sequence[RunData], plans: Sequence[ResultData] = ()) -> Drawing:
     for number, (group, curves) in enumerate(list(groups.items())[:MAX_OTHER]):
         left_out = len(curves) - MAX_SERIES
         note = f"{left_out} more curves are left out" if left_out > 0 else ""
+        if number == MAX_OTHER - 1 and len(groups) > MAX_OTHER:
+            note = f"{len(groups) - MAX_OTHER} more charts are left out"
         few = dict(list(curves.items())[:MAX_SERIES])
         title = TITLES.get(group) or _plain(group)[:1].upper() + _plain(group)[1:]
         unit = UNITS.get(group, "seconds" if group.endswith("_s") else "")
