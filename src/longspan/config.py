@@ -71,7 +71,7 @@ class Model(Section):
     """Trains your own model instead of the decoder: "package.module:function", which is called with
     the run and returns a `longspan.Task`. The other keys of [model], [attention] and [data] have no
     effect then, and are refused."""
-    preset: Literal["tiny", "125m", "350m", "1.3b", "7b", "13b"] = "tiny"
+    preset: Literal["tiny", "125m", "350m", "1.3b", "7b", "13b", "65b", "70b", "175b"] = "tiny"
     """Named model size; every other key of this section overrides one of its values."""
     layers: Positive = 2
     """Number of transformer blocks."""

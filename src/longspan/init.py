@@ -50,8 +50,8 @@ FOLLOWING = ("segment_lengths", "dilation_rates")
 """Keys that follow the context: they are written as comments."""
 
 LEARNING_RATES = {"tiny": 2.5e-3, "125m": 6e-4, "350m": 3e-4, "1.3b": 2e-4, "7b": 1.2e-4}
-LEARNING_RATES["13b"] = 1e-4
-"""From 125m on those of GPT-3 (Brown et al. 2020, table 2.1)."""
+LEARNING_RATES |= {"13b": 1e-4, "65b": 8e-5, "70b": 8e-5, "175b": 6e-5}
+"""From 125m on those of GPT-3 (Brown et al. 2020, table 2.1); of 65b and 70b between its sizes."""
 
 STATE_BYTES = 16
 """Bytes per parameter of fp32 weights, gradients and two Adam moments."""

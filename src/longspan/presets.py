@@ -16,6 +16,17 @@ MODELS: dict[str, dict[str, Any]] = {
     "1.3b": {"layers": 24, "hidden": 2048, "heads": 32, "vocab": 50304, "tie_embeddings": True},
     "7b": {"layers": 32, "hidden": 4096, "heads": 32, "vocab": 50304, "tie_embeddings": False},
     "13b": {"layers": 40, "hidden": 5120, "heads": 40, "vocab": 50304, "tie_embeddings": False},
+    "65b": {"layers": 80, "hidden": 8192, "heads": 64, "vocab": 50304, "tie_embeddings": False},
+    "70b": {
+        "layers": 80,
+        "hidden": 8192,
+        "heads": 64,
+        "kv_heads": 8,
+        "ffn": 28672,
+        "vocab": 50304,
+        "tie_embeddings": False,
+    },
+    "175b": {"layers": 96, "hidden": 12288, "heads": 96, "vocab": 50304, "tie_embeddings": False},
 }
 
 SEGMENTS = {name: 256 if name == "tiny" else 2048 for name in MODELS}

@@ -31,6 +31,9 @@ TINY = ["model.hidden=32", "model.heads=4", "data.context=64"]
         ("1.3b", 1.27e9, 1.33e9),
         ("7b", 6.7e9, 7.1e9),
         ("13b", 12.8e9, 13.4e9),
+        ("65b", 64e9, 66e9),
+        ("70b", 69e9, 71e9),
+        ("175b", 173e9, 177e9),
     ],
 )
 def test_presets_have_the_size_in_their_name(preset: str, low: float, high: float) -> None:
@@ -39,7 +42,8 @@ def test_presets_have_the_size_in_their_name(preset: str, low: float, high: floa
     assert low < count < high
     # Published formula: 3hf + (2 + 2k/a)h² and 2 norms per layer, the embeddings and a last norm.
     h, f, layers = model.hidden, model.ffn, model.layers
-    formula = layers * (3 * h * f + 4 * h * h + 2 * h) + h
+    k, a = model.kv_heads, model.heads
+    formula = layers * (3 * h * f + (2 * a + 2 * k) * h * h // a + 2 * h) + h
     formula += (1 if model.tie_embeddings else 2) * model.vocab * h
     assert count == formula
 

@@ -103,7 +103,8 @@ def add_size(parser: Parser) -> None:
     parser.add_argument(
         "--model-size",
         choices=list(MODELS),
-        help="the same as model.preset=... (default: the run file's)",
+        metavar="SIZE",
+        help=f"{', '.join(MODELS)}: the same as model.preset=SIZE (default: the run file's)",
     )
     parser.add_argument(
         "--epochs",
