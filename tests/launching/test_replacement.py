@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -135,18 +136,20 @@ def test_without_consent_a_lost_rank_stops_all(
     assert set(started(tmp_path)) == {"0-0", "0-1"}
 
 
-def test_a_signal_during_a_recovery_arrives_after_it(tmp_path: Path) -> None:
-    """Rank 0 would be killed by it: it has left its training loop."""
-    body = (
-        LOSE_RANK_1
-        + """
+STOPPED_AFTER_RECOVERY = (
+    LOSE_RANK_1
+    + """
 while rank == 1 and not (folder / "sent").exists():
     time.sleep(0.01)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(3))
 wait_for_all()
-time.sleep(60)
+time.sleep(30)
 """
-    )
+)
+
+
+def test_a_signal_during_a_recovery_arrives_after_it(tmp_path: Path) -> None:
+    """Rank 0 would be killed by it: it has left its training loop."""
     received: list[int] = []
 
     def send() -> None:
@@ -154,8 +157,28 @@ time.sleep(60)
             os.kill(os.getpid(), signal.SIGTERM)
             (tmp_path / "sent").touch()
 
-    assert launch(tmp_path, body, [], received, send) == 3
+    assert launch(tmp_path, STOPPED_AFTER_RECOVERY, [], received, send) == 3
     assert received == [signal.SIGTERM]
+
+
+def test_a_signal_just_after_a_loss_arrives_after_the_recovery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rank that is left could not save, and would go on without it once all are back."""
+    body = "signal.signal(signal.SIGTERM, lambda *_: (folder / 'early').touch())\n"
+    received: list[int] = []
+
+    def sleep(seconds: float) -> None:
+        real_sleep(seconds)
+        if seconds == local.SETTLE_S and not received:
+            os.kill(os.getpid(), signal.SIGTERM)
+            (tmp_path / "sent").touch()
+
+    real_sleep = time.sleep
+    monkeypatch.setattr(local.time, "sleep", sleep)
+    assert launch(tmp_path, body + STOPPED_AFTER_RECOVERY, [], received) == 3
+    assert received == [signal.SIGTERM]
+    assert not (tmp_path / "early").exists()
 
 
 def test_ranks_that_restart_are_spares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,7 @@ class _Ranks:
         """Wait until all have exited, or one has failed and the others have had GRACE_S to exit."""
         deadline = None
         while None in self.codes:
-            if self._is_recovering:
+            if self._is_recovering and self._all_train():
                 self._end_recovery()
             if self._spares is not None and self._all_train():
                 self._spares.keep(len(self._processes))
@@ -206,20 +206,27 @@ class _Ranks:
         return self._generation is not None and self._generation.is_ready(len(self._processes))
 
     def _end_recovery(self) -> None:
-        if self._all_train():
-            self._is_recovering = False
-            while self._signals:
-                self.send(self._signals.pop(0))
+        """Send the signals that came meanwhile."""
+        self._is_recovering = False
+        while self._signals:
+            self.send(self._signals.pop(0))
 
     def _replaces_lost(self) -> bool:
         """Replace ranks that were lost, if all others train; otherwise return False."""
-        generation, spares, on_lost = self._generation, self._spares, self._on_lost
-        if generation is None or spares is None or on_lost is None:
-            return False
-        if self._is_stopping or not self._all_train():
+        if self._on_lost is None or self._is_stopping or not self._all_train():
             return False
         noticed = time.time()
+        # Ranks that are told to stop from now on, of which some are lost, could not save.
+        self._is_recovering = True
         time.sleep(SETTLE_S)  # an error of all ranks does not reach all at once
+        if self._replace(self._on_lost, noticed):
+            return True
+        self._end_recovery()
+        return False
+
+    def _replace(self, on_lost: OnLost, noticed: float) -> bool:
+        assert self._generation is not None
+        assert self._spares is not None
         codes = self.codes
         lost = {rank: self._reason(rank, code) for rank, code in enumerate(codes) if code}
         failing = [rank for rank in range(len(codes)) if self._traceback(rank).exists()]
@@ -227,10 +234,10 @@ class _Ranks:
             return False
         if not on_lost({rank: str(reason) for rank, reason in lost.items()}):
             return False
-        self._generation, self._is_recovering = generation.next(), True
+        self._generation = self._generation.next()
         for rank in lost:
             self._traceback(rank).unlink(missing_ok=True)
-            self.start(rank, spares.command)
+            self.start(rank, self._spares.command)
         self._generation.announce(list(lost), noticed)
         return True
 
