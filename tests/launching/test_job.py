@@ -235,6 +235,24 @@ def test_a_missing_program_is_named(
     assert "--submit needs the program bash, which is not on the PATH of this machine" in error
 
 
+def test_relative_paths_hold_wherever_the_job_starts(
+    run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same run file as the job starts it, read in another folder."""
+    monkeypatch.chdir(run_file.parent)
+    job = [str(run_file), "--gpus-per-node", "0", "checkpoint.key_file=my key", "-o", "-"]
+    job += ["data.source=../tokens"]
+    expected = {"local": run_file.parent, "docker": Path("/shared")}
+    for target, base in expected.items():
+        given = ["--run-dir", "runs/../first"]
+        assert main(["launch", target, *job, *given]) == 0
+        text = capsys.readouterr().out
+        assert f"checkpoint.key_file={base}/my key" in text
+        assert f"data.source={base.parent / 'tokens'}" in text
+        assert f"{base / 'first'}" in text
+    assert not Path("-").exists()
+
+
 def test_the_conveniences_of_the_guides(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model size, passes over the data, and a GPU that the model does not fit."""
     from longspan.data.source import TokenSource, open_source

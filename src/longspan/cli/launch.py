@@ -66,13 +66,15 @@ def _add_target(commands: Commands, target: Target) -> None:
         option, settings = OPTIONS[field]
         parser.add_argument(option, dest=field, **settings)
     parser.add_argument(
-        "-o", "--out", metavar="FILE", help="new file for the result (default: stdout)"
+        "-o", "--out", metavar="FILE", help="new file for the result, or - for stdout (default: -)"
     )
     parser.add_argument("--submit", action="store_true", help="submit the job, or start it")
 
 
 def launch(args: argparse.Namespace, target: Target) -> None:
     """Print, write or submit a job. Nothing is started without --submit."""
+    if args.out == "-":
+        args.out = None
     job = _job(args, target)
     text = target.text(job)
     if args.submit:
@@ -133,7 +135,7 @@ def _job(args: argparse.Namespace, target: Target) -> Job:
         overrides.append(f"model.preset={args.model_size}")
     nodes, max_nodes, gpus = _size(args)
     name = _name_of(file) if args.name is None else args.name
-    run_dir = args.run_dir or f"{target.root}/runs/{name}".removeprefix("/" * (not target.root))
+    base = target.root or os.getcwd()
     processes = args.processes_per_node
     chosen = {key: getattr(args, key) for key in target.options if getattr(args, key) is not None}
     if "minutes" in chosen:
@@ -143,7 +145,7 @@ def _job(args: argparse.Namespace, target: Target) -> Job:
     job = Job(
         name=name,
         run_file=os.path.abspath(file),
-        run_dir=run_dir if target.root else os.path.abspath(run_dir),
+        run_dir=os.path.normpath(os.path.join(base, args.run_dir or f"runs/{name}")),
         overrides=tuple(overrides),
         nodes=nodes,
         max_nodes=max_nodes,
@@ -153,7 +155,7 @@ def _job(args: argparse.Namespace, target: Target) -> Job:
         hardware=args.hardware or "",
         **chosen,
     )
-    return _checked(job, file, args.epochs)
+    return _checked(job, file, args.epochs, base)
 
 
 def _source(given: str | None) -> str:
@@ -203,8 +205,22 @@ def _name_of(file: Path) -> str:
     )
 
 
-def _checked(job: Job, file: Path, epochs: float | None) -> Job:
-    """Return the job with the text of its run file, once that is known to be valid."""
+PATHS = (
+    "data.source",
+    "train.init_from",
+    "checkpoint.key_file",
+    "engine.accelerate_config",
+    "engine.deepspeed_config",
+    "engine.nvme_path",
+)
+"""Keys of a run file whose value is a path."""
+
+
+def _checked(job: Job, file: Path, epochs: float | None, base: str) -> Job:
+    """Return the job with the text of its run file, once that is known to be valid.
+
+    `base`: the folder that relative paths of the run are relative to.
+    """
     from longspan.runfile import load_run
 
     run = load_run(file, job.overrides, world=job.world)
@@ -225,6 +241,14 @@ def _checked(job: Job, file: Path, epochs: float | None) -> Job:
         _warn_if_too_large(run, job)
     if job.max_nodes > job.nodes:
         job = replace(job, is_elastic=_fits_any_size(job, file))
+    values = {key: getattr(getattr(run, key.split(".")[0]), key.split(".")[1]) for key in PATHS}
+    found = {key: value for key, value in values.items() if value not in ("", "builtin", "recall")}
+    absolute = tuple(
+        f"{key}={os.path.normpath(os.path.join(base, value))}"
+        for key, value in found.items()
+        if not os.path.isabs(value)
+    )
+    job = replace(job, overrides=(*job.overrides, *absolute))
     return replace(job, run_text=file.read_text(encoding="utf-8-sig"))
 
 
