@@ -8,8 +8,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 train: $(VENV)/.runtime
 	$(BIN)/longspan train
 
+# Two processes; the tests of a file share a pool of ranks, so they stay together.
 test: $(VENV)/.development
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .
