@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.parallel import DistributedDataParallel
 
 from longspan import torch_internals
 
@@ -226,3 +228,16 @@ def test_memory_snapshots_take_the_arguments_that_are_passed() -> None:
     new = inspect.signature(memory._record_memory_history).parameters
     assert {"enabled", "stacks", "max_entries"} <= new.keys()
     assert next(iter(inspect.signature(memory._dump_snapshot).parameters)) == "filename"
+
+
+def test_replicas_keep_their_buffers_without_a_warning(tmp_path: Path) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            replica = DistributedDataParallel(
+                nn.BatchNorm1d(2), init_sync=False, **torch_internals.LEAVE_BUFFERS
+            )
+        assert not replica.will_sync_module_buffers()
+    finally:
+        dist.destroy_process_group()

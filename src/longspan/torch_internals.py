@@ -7,6 +7,7 @@ that changes one fails in tests/test_torch_internals.py, and only this file need
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import logging
 import sys
@@ -22,6 +23,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     _CHECKPOINT_PREFIX as CHECKPOINT_PREFIX,
 )
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 P = ParamSpec("P")
@@ -34,6 +36,7 @@ __all__ = [
     "ALL_TO_ALL",
     "ATTENTION_FORWARDS",
     "CHECKPOINT_PREFIX",
+    "LEAVE_BUFFERS",
     "TorchDispatchMode",
     "all_reduce",
     "all_to_all_async",
@@ -114,6 +117,14 @@ def has_forward_hooks(module: nn.Module) -> bool:
 
 
 # Collectives
+
+LEAVE_BUFFERS: dict[str, Any] = (
+    {"forward_sync_buffers": False}
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
+    else {"broadcast_buffers": False}
+)
+"""The option of DistributedDataParallel that has ranks keep their buffers: torch 2.13 renames it,
+and warns of the old name. With `init_sync=False` both leave buffers alone."""
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 """The operator behind `all_to_all_async`, as a selective checkpointing policy sees it."""

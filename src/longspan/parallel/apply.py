@@ -53,7 +53,11 @@ from longspan.parallel.pipeline_schedule import plan_stages
 from longspan.parallel.sequence import apply_sequence_parallel
 from longspan.parallel.tensor import apply_tensor_parallel
 from longspan.sketching import SKLinear
-from longspan.torch_internals import default_process_group, raise_recompile_limit
+from longspan.torch_internals import (
+    LEAVE_BUFFERS,
+    default_process_group,
+    raise_recompile_limit,
+)
 
 GRAPHS_PER_MODULE = 8
 """How often torch.compile may compile each module anew, as by default for a single one."""
@@ -221,8 +225,8 @@ def apply_ddp(
         device_ids=[mesh.world.local_rank] if device.type == "cuda" else None,
         gradient_as_bucket_view=True,
         init_sync=False,
-        broadcast_buffers=False,  # signs of sketched layers, which are the same everywhere
         find_unused_parameters=find_unused_parameters,
+        **LEAVE_BUFFERS,  # signs of sketched layers, which are the same everywhere
     )
     compress_gradients(replica, layout)
     return replica
