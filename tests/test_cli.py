@@ -16,6 +16,7 @@ from threading import Thread
 
 import pytest
 
+from longspan.__main__ import run
 from longspan.cli import main
 from longspan.data.build import build
 from longspan.models.generation import Piece
@@ -365,3 +366,14 @@ def test_config_show_and_schema(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out == shown
     assert main(["config", "schema"]) == 0
     assert "model" in json.loads(capsys.readouterr().out)["properties"]
+
+
+def test_ctrl_c_before_a_command_runs_shows_no_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("longspan.cli.main", interrupted)
+    assert run() == 1
+    assert capsys.readouterr().err == "longspan: interrupted\n"
