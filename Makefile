@@ -8,9 +8,9 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 train: $(VENV)/.runtime
 	$(BIN)/longspan train
 
-# Two processes; the tests of a file share a pool of ranks, so they stay together.
+# Two processes with one thread each; the tests of a file share a pool of ranks, and stay together.
 test: $(VENV)/.development
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .
