@@ -16,6 +16,7 @@ from longspan.cli.shared import (
     add_backend,
     add_run_arguments,
     builtin_name,
+    check_nproc,
     split_items,
 )
 from longspan.errors import UserError
@@ -64,12 +65,7 @@ def doctor(args: argparse.Namespace) -> None:
 
     join_launcher()
     world = world_of_environment()
-    if args.nproc is not None and (args.nproc < 1 or world.size > 1):
-        raise UserError(
-            f"--nproc must be at least 1, got {args.nproc}"
-            if args.nproc < 1
-            else f"--nproc cannot be used by one of {world.size} processes: remove it"
-        )
+    check_nproc(args.nproc, world.size)
     if not 0 < args.timeout < 86_400:
         raise UserError(f"--timeout must be more than 0 and less than 86,400, got {args.timeout:g}")
     file, overrides = split_items(args.items)

@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 from longspan.cli.parser import Commands
-from longspan.cli.shared import JSON, add_run_arguments, builtin_name, split_items
-from longspan.errors import UserError
+from longspan.cli.shared import JSON, add_run_arguments, builtin_name, check_nproc, split_items
 from longspan.progress import loading, waiting
 from longspan.wording import counted
 
@@ -178,8 +177,7 @@ def config_show(args: argparse.Namespace) -> None:
     from longspan.derived import batch_values, derived_values
     from longspan.runfile import dump_run, load_run
 
-    if args.nproc < 1:
-        raise UserError(f"--nproc must be at least 1, got {args.nproc}")
+    check_nproc(args.nproc)
     file, overrides = split_items(args.items)
     if args.deepspeed:
         overrides.append("engine.name=deepspeed")  # so that unsupported keys are rejected

@@ -10,7 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspan.cli.parser import Commands
-from longspan.cli.shared import DONE, FAILED, add_run_arguments, builtin_name, split_items
+from longspan.cli.shared import (
+    DONE,
+    FAILED,
+    add_run_arguments,
+    builtin_name,
+    check_nproc,
+    split_items,
+)
 from longspan.errors import UserError
 from longspan.progress import Progress
 from longspan.wording import counted
@@ -56,8 +63,7 @@ def profile(args: argparse.Namespace) -> None:
     from longspan.tracking import HISTORY, History, read_metrics
     from longspan.tracking.trace import FOLDER, SUMMARY, read_summary
 
-    if args.nproc is not None and args.nproc < 1:
-        raise UserError(f"--nproc must be at least 1, got {args.nproc}")
+    check_nproc(args.nproc)
     file, overrides = split_items(args.items)
     run, processes = _profiled_run(file, overrides, args.nproc)
     stem = file.stem if file else "builtin"

@@ -66,3 +66,11 @@ def builtin_name(processes: int = 1) -> str:
         import torch
 
     return "cuda" if torch.cuda.device_count() >= processes else "cpu"
+
+
+def check_nproc(nproc: int | None, world: int = 1) -> None:
+    """Refuse a number of processes below 1, and any that is given to one of several processes."""
+    if nproc is not None and nproc < 1:
+        raise UserError(f"--nproc must be at least 1, got {nproc}")
+    if nproc is not None and world > 1:
+        raise UserError(f"--nproc cannot be used by one of {world} processes: remove it")

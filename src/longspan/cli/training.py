@@ -19,6 +19,7 @@ from longspan.cli.shared import (
     add_backend,
     add_run_arguments,
     builtin_name,
+    check_nproc,
     split_items,
 )
 from longspan.errors import Diverged, UserError
@@ -131,12 +132,7 @@ def train(args: argparse.Namespace) -> None:
 
         wait_as_spare()
     world = world_of_environment()
-    if args.nproc is not None and (args.nproc < 1 or world.size > 1):
-        raise UserError(
-            f"--nproc must be at least 1, got {args.nproc}"
-            if args.nproc < 1
-            else f"--nproc cannot be used by one of {world.size} processes: remove it"
-        )
+    check_nproc(args.nproc, world.size)
     if args.restarts < 0 or (args.restarts and (args.nproc or 1) < 2):
         raise UserError(
             f"--restarts must be at least 0 and needs --nproc of at least 2, got {args.restarts}; "
