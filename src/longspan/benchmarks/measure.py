@@ -17,6 +17,7 @@ from torch import Tensor
 
 from longspan.errors import UserError
 from longspan.torch_internals import TorchDispatchMode
+from longspan.wording import counted
 
 WARM_UP_S = 0.2
 STDOUT = Path("-")
@@ -192,7 +193,7 @@ def machine(device: str) -> str:
     if device == "cuda":
         name = torch.cuda.get_device_name()
     else:
-        name = f"CPU, {torch.get_num_threads()} threads"
+        name = f"CPU, {counted(torch.get_num_threads(), 'thread')}"
     git = subprocess.run(
         ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"],
         capture_output=True,
