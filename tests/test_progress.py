@@ -109,11 +109,28 @@ def test_nothing_is_shown_in_a_pipe_even_with_force_color(
     assert (output.out, output.err) == ("result\n", "")
 
 
-def test_a_phase_and_its_detail_are_one_line_in_a_terminal_that_is_cleared() -> None:
-    body = "import time\nfrom longspan.progress import Progress\nwith Progress() as progress:\n"
-    body += "    progress.phase('one [/]'); time.sleep(0.2)\n"
-    body += "    progress.detail('step 7'); time.sleep(0.2)\n"
-    with Terminal([sys.executable, "-c", body]) as terminal:
+PHASES = """
+import os, sys, time
+from longspan.progress import Progress
+
+def shown(path):
+    while not os.path.exists(path):
+        time.sleep(0.01)
+
+with Progress() as progress:
+    progress.phase("one [/]")
+    shown(sys.argv[1])
+    progress.detail("step 7")
+    shown(sys.argv[2])
+"""
+
+
+def test_a_phase_and_its_detail_are_one_line_in_a_terminal_that_is_cleared(tmp_path: Path) -> None:
+    files = [tmp_path / "phase", tmp_path / "detail"]
+    with Terminal([sys.executable, "-c", PHASES, *map(str, files)]) as terminal:
+        for text, file in zip(("one [/]", "one [/]: step 7"), files, strict=True):
+            terminal.wait_for(text)
+            file.touch()
         assert terminal.wait() == 0
     shown = terminal.received
     assert shown.index("one [/]") < shown.index("one [/]: step 7")

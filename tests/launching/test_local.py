@@ -56,7 +56,7 @@ def last_step(run_dir: Path) -> int:
 
 WORKER = """
 import os, signal, sys, time
-from longspan.launching.local import join_launcher
+from longspan.launching.local import TRACEBACK, join_launcher
 join_launcher()
 rank = int(os.environ["RANK"])
 {body}
@@ -102,12 +102,15 @@ def test_ctrl_c_twice_ends_ranks_that_hang(
 def test_the_first_failure_is_shown_and_the_other_ranks_are_stopped(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 1 fails, rank 0 as a consequence; rank 2 would go on for a minute."""
+    """Rank 1 fails, rank 0 as a consequence; rank 2 would go on for ten minutes."""
     monkeypatch.setattr(local, "GRACE_S", 1.5)
     body = """
 if rank == 1:
     raise ValueError("the cause")
-time.sleep(0.5 if rank == 0 else 60)
+of_rank_1 = os.environ[TRACEBACK].replace("rank-0", "rank-1")
+while rank == 0 and not os.path.exists(of_rank_1):
+    time.sleep(0.01)
+time.sleep(0.05 if rank == 0 else 600)
 open("finished", "w") if rank == 2 else None
 raise RuntimeError("connection lost")
 """

@@ -159,7 +159,6 @@ def test_two_ranks_write_traces_and_rank_0_joins_them(ranks: Ranks, tmp_path: Pa
         assert max(collectives) - 1e-9 <= total <= sum(collectives)
         for step in rank.steps:
             assert 0 <= step.exposed_communication_s <= step.communication_s <= step.wall_s
-        assert any(operator.name.startswith("gloo:") for operator in rank.by_time)
     assert summary.findings[0].startswith("A step takes ")
     assert "on 2 ranks" in summary.findings[0]
     assert summary.findings[1].startswith("Communication takes ")

@@ -92,7 +92,7 @@ def test_a_sink_that_blocks_holds_up_neither_training_nor_the_others(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sinks, "MAX_PENDING", 10)
-    monkeypatch.setattr(sinks, "CLOSE_S", 0.5)
+    monkeypatch.setattr(sinks, "CLOSE_S", 2.0)
     free, taken = threading.Event(), threading.Event()
 
     def block() -> None:
@@ -111,7 +111,7 @@ def test_a_sink_that_blocks_holds_up_neither_training_nor_the_others(
     assert [step for step, _ in good.lines] == list(range(1, 102))
     assert not blocked.lines
     assert capsys.readouterr().err.splitlines() == [
-        "longspan: blocked has not finished within 0.5 s and is left behind",
+        "longspan: blocked has not finished within 2 s and is left behind",
         "longspan: 100 lines of metrics did not reach blocked",
     ]
     free.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from threading import Event
 
@@ -67,6 +68,26 @@ def test_heartbeats_survive_a_disk_that_cannot_be_written(
     assert capfd.readouterr().err.count(f"cannot write {path}: {reason}") == 1
 
 
+class Clock:
+    """time, with a monotonic clock that stands still until it is set forward."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(time, name)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(watchdog, "time", found)
+    return found
+
+
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch) -> Event:
     """Set when the process would have ended."""
@@ -97,30 +118,35 @@ PHASES = {
 @pytest.mark.parametrize("key", PHASES)
 @pytest.mark.parametrize("is_over", [True, False])
 def test_each_phase_has_a_limit_of_its_own(
-    key: str, is_over: bool, tmp_path: Path, ended: Event, capsys: pytest.CaptureFixture[str]
+    key: str,
+    is_over: bool,
+    tmp_path: Path,
+    clock: Clock,
+    ended: Event,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     limits = {name: 0.2 if (name == key) == is_over else 600.0 for name in PHASES}
     with Watchdog(tmp_path, World(), Train.model_validate(limits), 0):
         for point in PHASES[key]:
             fault_point(point)
-        for _ in range(100 if is_over else 10):
-            if key == "save_timeout_s":
-                fault_point("saving")  # as the loop does that waits for a file system that hangs
-            if ended.wait(0.05):
-                break
-    assert ended.is_set() == is_over
+        clock.now += 0.3
+        if key == "save_timeout_s":
+            fault_point("saving")  # as the loop does that waits for a file system that hangs
+        assert ended.wait(60 if is_over else 0.5) == is_over
     message = f"no progress on rank 0 for 0.2 s (train.{key}); furthest behind is rank 0 at"
     assert (message in capsys.readouterr().err) == is_over
 
 
 def test_a_start_that_hangs_is_ended_unless_it_reaches_points(
-    ended: Event, capsys: pytest.CaptureFixture[str]
+    clock: Clock, ended: Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with start_limit(1.0) as started:
+    with start_limit(0.1) as started:
         for _ in range(6):
             fault_point("verifying")
-            assert not ended.wait(0.25)
+            clock.now += 0.08
+            assert not ended.wait(0.05)
         started()
     with start_limit(0.1):
-        assert ended.wait(20)
+        clock.now += 0.2
+        assert ended.wait(60)
     assert "no progress at the start for 0.1 s (train.start_timeout_s)" in capsys.readouterr().err
