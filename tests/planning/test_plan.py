@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from longspan import UserError, load_run, plan
+from longspan import load_run, plan
 from longspan.cli import main
-from tests.harness import Ranks
 
 SMALL = [
     "model.hidden=64",
@@ -79,15 +78,6 @@ def test_invalid_input_is_refused(
     options = [*SMALL, "train.micro_batch=1", "train.compile=false"]
     assert main(["plan", *options, *arguments]) == 2
     assert message in capsys.readouterr().err
-
-
-def plan_in_a_process_group(rank: int, world: int) -> None:
-    with pytest.raises(UserError, match="plan makes a process group of its own"):
-        plan(load_run(None, world=2), 2)
-
-
-def test_a_process_with_a_process_group_cannot_plan(ranks: Ranks) -> None:
-    ranks.run(plan_in_a_process_group, 1)
 
 
 def test_auto_precision_is_planned_as_that_of_a_gpu() -> None:

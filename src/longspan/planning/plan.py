@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import Any
 
-import torch.distributed as dist
-
 from longspan.attention import pattern_of
 from longspan.config import Run, Sketch
 from longspan.costs import checkpoint_bytes, count_parameters
@@ -126,11 +124,6 @@ def plan(run: Run, gpus: int) -> Plan:
         raise UserError(
             f"longspan plan supports only engine.name = 'native', got {run.engine.name!r}: "
             "use engine.name=native"
-        )
-    if gpus > 1 and dist.is_initialized():
-        raise UserError(
-            "plan makes a process group of its own, and this process has one: call it before "
-            "torch.distributed.init_process_group()"
         )
     if run.train.precision == "auto":
         train = run.train.model_copy(update={"precision": "bf16"})

@@ -1,0 +1,204 @@
+"""Which part of each parameter a rank holds: arithmetic on shapes, as `parallel` splits them.
+
+`counting.py` counts the same by parallelizing the model itself, in a fake process group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from longspan.attention import pattern_of
+from longspan.config import Layout, Model, Run
+from longspan.costs import linear_sizes, rank_of
+from longspan.models import stage_flops
+from longspan.parallel.pipeline_schedule import StagePlan, plan_stages
+
+Shape = tuple[int, ...]
+SIGN_TABLE_BYTES = 8 * 256
+"""The table with which each sketched layer unpacks its signs."""
+
+
+class RankParameter(NamedTuple):
+    """A parameter on a rank, in elements."""
+
+    name: str
+    """As in one process; that of the first block for blocks that are the same."""
+    local: int
+    """Of the rank's shard."""
+    gathered: int
+    """After FSDP2's all-gather: all, or a tensor-parallel shard."""
+    copies: int
+    """The number of blocks that this one stands for."""
+
+    @property
+    def block(self) -> int | None:
+        """The index of the block, None outside of the blocks."""
+        return int(self.name.split(".")[1]) if self.name.startswith("blocks.") else None
+
+
+class Degrees(NamedTuple):
+    """The ranks of each axis, and what follows from them for parameters."""
+
+    replicate: int
+    shard: int
+    sequence: int
+    tensor: int
+    pipeline: int
+
+    @staticmethod
+    def of(layout: Layout, gpus: int) -> Degrees:
+        return Degrees(**layout.resolve(gpus))
+
+    @property
+    def data(self) -> int:
+        """Ranks that read different samples."""
+        return self.replicate * self.shard
+
+    @property
+    def shards(self) -> int:
+        """Ranks that FSDP2 shards over: those that split a sequence are among them."""
+        return self.shard * self.sequence
+
+    @property
+    def is_fsdp(self) -> bool:
+        """Whether FSDP2 shards the parameters; where every rank has the whole model, DDP does."""
+        is_ddp = 1 < math.prod(self) == self.replicate
+        return self.data * self.sequence > 1 and not is_ddp
+
+    def coordinates(self, rank: int) -> tuple[int, int, int]:
+        """Where a rank stands on the pipeline, the shard and the tensor axis."""
+        rest, tensor = divmod(rank, self.tensor)
+        rest, shard = divmod(rest, self.shards)
+        return rest // self.replicate, shard, tensor
+
+
+class ModelSplit:
+    """A run's model, split over the axes of a layout of `gpus` processes."""
+
+    def __init__(self, run: Run, gpus: int) -> None:
+        self.run, self.gpus, self.degrees = run, gpus, Degrees.of(run.layout, gpus)
+        self.stages: StagePlan | None = None
+        if self.degrees.pipeline > 1:
+            flops = stage_flops(run.model, pattern_of(run.attention), run.data.context)
+            self.stages = plan_stages(run.layout, run.model.layers, flops, self.degrees.pipeline)
+        self._blocks_differ = blocks_differ(run.model)
+
+    def first_rank(self, stage: int) -> int:
+        """The first rank at an index of the pipeline axis; no other there has larger shards."""
+        return stage * self.gpus // self.degrees.pipeline
+
+    def layers(self, stage: int) -> list[range]:
+        """The layers of each of the stages of a pipeline rank."""
+        if self.stages is None:
+            return [range(self.run.model.layers)]
+        return [self.stages.layers[i] for i in self.stages.by_rank[stage]]
+
+    def has_ends(self, stage: int) -> tuple[bool, bool]:
+        """Whether a pipeline rank has the embedding, and the last norm and the head."""
+        if self.stages is None:
+            return True, True
+        held = self.stages.by_rank[stage]
+        return 0 in held, self.stages.last in held
+
+    def blocks(self, stage: int) -> list[tuple[int, int]]:
+        """Blocks of a pipeline rank, and how many of it are the same as each."""
+        layers = self.layers(stage)
+        if self._blocks_differ:
+            return [(block, 1) for blocks in layers for block in blocks]
+        return [(blocks[0], len(blocks)) for blocks in layers]
+
+    def parameters(self, rank: int) -> list[RankParameter]:
+        """The parameters of a rank."""
+        degrees = self.degrees
+        stage, shard, tensor = degrees.coordinates(rank)
+        shards = degrees.shards if degrees.is_fsdp else 1
+        found = []
+        for name, shape, copies in self._parameters(stage):
+            split = None if degrees.tensor == 1 else tensor_dim(self.run.model, name)
+            held = list(shape)
+            if split is not None:
+                held[split] = _chunk(shape[split], degrees.tensor, tensor)
+            local = _chunk(held[0], shards, shard) * math.prod(held[1:])
+            whole = math.prod(shape)
+            gathered = whole if split is None else -(-whole // degrees.tensor)
+            found.append(RankParameter(name, local, gathered, copies))
+        return found
+
+    def sign_bytes(self, stage: int) -> int:
+        """Bytes of the signs of sketched layers on a pipeline rank, which `tensor` alone splits."""
+        if self.run.model.linear != "sketched":
+            return 0
+        total = 0
+        for block, copies in self.blocks(stage):
+            shapes = block_shapes(self.run.model, block).items()
+            factors = [math.prod(shape) for name, shape in shapes if name.endswith((".s1", ".s2"))]
+            packed = sum(-(-size // self.degrees.tensor // 8) for size in factors)
+            total += copies * (packed + SIGN_TABLE_BYTES * len(factors) // 2)
+        return total
+
+    def _parameters(self, stage: int) -> Iterator[tuple[str, Shape, int]]:
+        """Names, shapes and copies of the parameters on a pipeline rank."""
+        model = self.run.model
+        has_embedding, has_head = self.has_ends(stage)
+        matrix = (model.vocab, model.hidden)
+        if has_embedding:
+            yield "embedding.weight", matrix, 1
+        for block, copies in self.blocks(stage):
+            for name, shape in block_shapes(model, block).items():
+                yield f"blocks.{block}.{name}", shape, copies
+        if has_head:
+            yield "norm.weight", (model.hidden,), 1
+            if not model.tie_embeddings or self.stages is not None:
+                # The last stage has a copy of a tied embedding.
+                yield f"{'embedding' if model.tie_embeddings else 'head'}.weight", matrix, 1
+
+
+def tensor_dim(model: Model, name: str) -> int | None:
+    """The dimension of a parameter that the tensor axis splits; None if it is replicated."""
+    *_, module, kind = name.split(".")
+    if kind in ("s1", "s2"):
+        return 0 if kind == "s1" else 1
+    if module in ("out", "down"):
+        return 1
+    if "norm" in module:
+        # Sub-layer norms are over heads or the MLP's width; the others over features, which are
+        # split with sketched and low-rank layers only.
+        is_split = model.linear != "dense" or (module == "norm" and name.startswith("blocks."))
+        return 0 if is_split else None
+    return 0
+
+
+def block_shapes(model: Model, block: int) -> dict[str, Shape]:
+    """The shapes of a block's parameters, by their names in it."""
+    norms = {"attention_norm": model.hidden, "mlp_norm": model.hidden}
+    if model.sub_layer_norm:
+        norms |= {"attention.norm": model.hidden, "mlp.norm": model.ffn}
+    shapes: dict[str, Shape] = {f"{name}.weight": (width,) for name, width in norms.items()}
+    for name, (inputs, outputs) in linear_sizes(model).items():
+        rank = rank_of(model, f"blocks.{block}.{name}", inputs, outputs)
+        rank *= model.sketch.terms if model.linear == "sketched" else 1
+        if rank:
+            shapes |= {f"{name}.s1": (inputs, rank), f"{name}.s2": (rank, outputs)}
+        else:
+            shapes[f"{name}.weight"] = (outputs, inputs)
+    return shapes
+
+
+def blocks_differ(model: Model) -> bool:
+    """Whether blocks differ in the ranks of their linear layers."""
+    if model.linear == "dense":
+        return False
+    sizes = linear_sizes(model).items()
+    kinds = {
+        tuple(rank_of(model, f"blocks.{block}.{name}", *size) for name, size in sizes)
+        for block in range(model.layers)
+    }
+    return len(kinds) > 1
+
+
+def _chunk(size: int, ranks: int, rank: int) -> int:
+    """The rows of a rank in torch.chunk's split of `size`: all but the last ones are as large."""
+    rows = -(-size // ranks)
+    return max(0, min(rows, size - rank * rows))
