@@ -191,6 +191,28 @@ def test_changing_a_document_leaves_the_others_unchanged() -> None:
         assert not torch.equal(after[:, ~same], before[:, ~same])
 
 
+@settings(max_examples=60, deadline=None)
+@given(pattern=PATTERNS, data=st.data(), heads=HEADS, is_causal=st.booleans())
+def test_packed_documents_equal_each_document_alone(
+    pattern: Pattern, data: st.DataObject, heads: tuple[int, int], is_causal: bool
+) -> None:
+    """Also where a document begins in the middle of a segment or block."""
+    lengths = data.draw(st.lists(st.integers(1, 19), min_size=1, max_size=4))
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    qkv = random_qkv(2, sum(lengths), *heads, dtype=torch.float64)
+    grad = torch.randn_like(qkv[0])
+    options = {"is_causal": is_causal}
+    packed = output_and_gradients(
+        attend, qkv, grad, pattern, documents=ids.expand(2, -1), **options
+    )
+    alone = []
+    for *parts, part_grad in zip(*(x.split(lengths, dim=1) for x in (*qkv, grad)), strict=True):
+        inputs = tuple(x.detach().requires_grad_() for x in parts)
+        alone.append(output_and_gradients(attend, inputs, part_grad, pattern, **options))
+    for found, expected in zip(packed, zip(*alone, strict=True), strict=True):
+        torch.testing.assert_close(found, torch.cat(expected, dim=1), rtol=1e-12, atol=1e-13)
+
+
 def test_dropout_has_its_rate_and_follows_its_seed() -> None:
     q, k = torch.zeros(1, 200, 2, 8), torch.zeros(1, 200, 2, 8)
     v = torch.ones(1, 200, 2, 8)
@@ -211,7 +233,7 @@ def test_the_backend_is_explained_and_can_be_forced() -> None:
     assert choose_backend(q, k, Mask(Dense())).name == "sdpa"
     assert choose_backend(q, k, Mask(Dilated((4,), (1,)))).name == "cpu"
     chosen = choose_backend(q, k, Mask(Dense(), key_padding_mask=padding))
-    assert (chosen.name, chosen.reason) == ("reference", "there are documents or padding, on a CPU")
+    assert (chosen.name, chosen.reason) == ("reference", "there is padding, on a CPU")
     with pytest.raises(
         ValueError, match=r"'cpu' does not support this: .* padding, on a CPU; use 'ref"
     ):

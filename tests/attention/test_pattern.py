@@ -18,14 +18,22 @@ from longspan.attention import (
     pattern_of,
     picture,
 )
+from longspan.attention.packed import Packed
 from longspan.attention.pattern import reach
 from longspan.config import Attention
 from tests.attention.test_functional import PATTERNS
 
 
+@st.composite
+def packed_patterns(draw: st.DrawFn) -> Packed:
+    """Documents at any positions, also of one token."""
+    starts = draw(st.sets(st.integers(1, 39), max_size=4))
+    return Packed(draw(PATTERNS), (0, *sorted(starts)))
+
+
 @settings(max_examples=100, deadline=None)
 @given(
-    pattern=PATTERNS,
+    pattern=PATTERNS | packed_patterns(),
     tokens=st.integers(1, 40),
     heads=st.integers(1, 6),
     is_causal=st.booleans(),
@@ -40,7 +48,12 @@ def test_pairs_equal_the_sum_of_the_mask(
 
 
 @settings(max_examples=100, deadline=None)
-@given(pattern=PATTERNS, tokens=st.integers(1, 40), head=st.integers(0, 5), data=st.data())
+@given(
+    pattern=PATTERNS | packed_patterns(),
+    tokens=st.integers(1, 40),
+    head=st.integers(0, 5),
+    data=st.data(),
+)
 def test_rows_and_coverage_equal_what_the_mask_says(
     pattern: Pattern, tokens: int, head: int, data: st.DataObject
 ) -> None:

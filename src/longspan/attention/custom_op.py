@@ -12,8 +12,9 @@ operator needs it as plain numbers, see `flatten`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention import cpu
+from longspan.attention.packed import document_starts
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
 from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import has_dispatch_mode
@@ -71,7 +73,7 @@ def attend_branches(
     """q (batch, tokens, heads, head_dim); k, v the same with a divisor of q's heads.
 
     `ids`: int64 (batch, tokens) of the queries and of the keys; a query sees a key only if their
-    ids are equal.
+    ids are equal. Runs of equal query ids are documents, in each of which the pattern starts anew.
     """
     out: Tensor
     if _needs_operator(q):
@@ -125,10 +127,18 @@ def _forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The output, shaped like q, and its log-sum-exp (batch, heads, tokens) for the backward."""
+    if _has_documents(query_ids, pattern, backend):
+        out = torch.empty_like(q)
+        shape = q.shape[0], q.shape[2], q.shape[1]
+        lse = torch.empty(shape, dtype=accumulation_dtype(q), device=q.device)
+        for rows, tokens, ids in _documents(query_ids, key_ids):
+            out[rows, tokens], lse[rows, :, tokens] = _forward(
+                q[rows, tokens], k[rows, tokens], v[rows, tokens], *ids, pattern, is_causal, scale,
+                backend,
+            )  # fmt: skip
+        return out, lse
     if backend == "cpu":
-        assert query_ids is None
-        assert isinstance(pattern, Dilated)
-        return cpu.forward(q, k, v, pattern, is_causal, scale)
+        return cpu.forward(q, k, v, _dilated(pattern, q), is_causal, scale)
     from longspan.attention.kernels import dispatch
 
     return dispatch.forward(q, k, v, _both(query_ids, key_ids), pattern, is_causal, scale)
@@ -148,13 +158,54 @@ def _backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    if _has_documents(query_ids, pattern, backend):
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        for rows, tokens, ids in _documents(query_ids, key_ids):
+            found = _backward(
+                grad_out[rows, tokens], q[rows, tokens], k[rows, tokens], v[rows, tokens], *ids,
+                out[rows, tokens], lse[rows, :, tokens].contiguous(), pattern, is_causal, scale,
+                backend,
+            )  # fmt: skip
+            for grad, part in zip(grads, found, strict=True):
+                grad[rows, tokens] = part
+        return grads
     if backend == "cpu":
-        assert isinstance(pattern, Dilated)
-        return cpu.backward(grad_out, q, k, v, out, lse, pattern, is_causal, scale)
+        return cpu.backward(grad_out, q, k, v, out, lse, _dilated(pattern, q), is_causal, scale)
     from longspan.attention.kernels import dispatch
 
-    ids = _both(query_ids, key_ids)
-    return dispatch.backward(grad_out, q, k, v, out, lse, ids, pattern, is_causal, scale)
+    both = _both(query_ids, key_ids)
+    return dispatch.backward(grad_out, q, k, v, out, lse, both, pattern, is_causal, scale)
+
+
+def _has_documents(query_ids: Tensor | None, pattern: Pattern, backend: str) -> bool:
+    """Whether to compute document by document. A dense pattern needs no positions in them: the
+    Triton kernels compare ids.
+    """  # fmt: skip
+    if query_ids is None or (backend == "triton" and isinstance(pattern, Dense)):
+        return False
+    return len(query_ids) > 1 or bool((query_ids != query_ids[:, :1]).any())
+
+
+def _documents(
+    query_ids: Tensor | None, key_ids: Tensor | None
+) -> Iterator[tuple[slice, slice, Ids]]:
+    """The row and the tokens of each document, and ids if some of its keys are padding."""
+    assert query_ids is not None
+    assert key_ids is not None
+    is_padded = not torch.equal(query_ids, key_ids)
+    for row, ids in enumerate(query_ids.cpu()):
+        for start, end in pairwise((*document_starts(ids), len(ids))):
+            rows, tokens = slice(row, row + 1), slice(start, end)
+            of_padding = query_ids[rows, tokens], key_ids[rows, tokens]
+            yield rows, tokens, of_padding if is_padded else (None, None)
+
+
+def _dilated(pattern: Pattern, q: Tensor) -> Dilated:
+    """A dense pattern is one segment."""
+    if isinstance(pattern, Dense):
+        return Dilated((q.shape[1],), (1,))
+    assert isinstance(pattern, Dilated)
+    return pattern
 
 
 def _both(query_ids: Tensor | None, key_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:

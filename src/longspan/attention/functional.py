@@ -60,7 +60,9 @@ def attend(
     - There may be fewer queries than keys: causal queries are then the last ones, as in decoding;
       without causality only a Dense pattern allows it, as in cross-attention.
     - `scale` multiplies the scores; the default is 1/√head_dim.
-    - `documents`: integers (batch, keys); no query sees a key of another document.
+    - `documents`: integers (batch, keys); a run of equal ones is a document. Each is attended as
+      if it were alone: no query sees a key of another one, and the positions of the pattern start
+      again in each.
     - `cu_seqlens`: documents given as cumulative lengths 0, end of the first, …, number of keys,
       for every row of the batch. The values are checked on the CPU only.
     - `key_padding_mask`: bool (batch, keys), True for padding, which no query sees.
@@ -86,6 +88,7 @@ def attend_checked(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, backend: BackendName | None = None
 ) -> Tensor:
     """`attend` for arguments that are known to be valid."""
+    mask = mask.unpacked(q.shape[0], k.shape[1], q.device)
     chosen = choose_backend(q, k, mask)
     name = backend or chosen.name
     if name not in BACKENDS:
@@ -129,12 +132,12 @@ def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
             if problem is None:
                 return Backend("triton", "a pattern that the kernels support, on a GPU")
             return Backend("reference", problem)
-        case Dilated(blocks=None) if mask.is_pattern_only and same_length:
-            return Backend("cpu", "a dilated pattern without documents or padding, on a CPU")
+        case Dense() | Dilated(blocks=None) if mask.key_padding_mask is None and same_length:
+            return Backend("cpu", "a dilated pattern or documents without padding, on a CPU")
     if not same_length:
         return Backend("reference", "there are fewer queries than keys")
-    if not mask.is_pattern_only:
-        return Backend("reference", "there are documents or padding, on a CPU")
+    if mask.key_padding_mask is not None:
+        return Backend("reference", "there is padding, on a CPU")
     return Backend("reference", "the pattern is neither dense nor dilated, on a CPU")
 
 

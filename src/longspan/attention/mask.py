@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from longspan.attention.packed import Packed, document_starts
 from longspan.attention.pattern import Dense, Pattern
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -24,6 +25,8 @@ class Mask:
     key_padding_mask: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: int = 0
+    first_row: int = 0
+    """The index in the batch of the first row, which dropout depends on."""
 
     def __post_init__(self) -> None:
         check_pattern(self.pattern)
@@ -42,6 +45,27 @@ class Mask:
     def is_pattern_only(self) -> bool:
         """Whether there are no documents, no padding and no dropout."""
         return self.documents is None and self.key_padding_mask is None and self.dropout_p == 0
+
+    def of_row(self, row: int) -> Mask:
+        """The mask of one row of the batch, with its documents as a pattern."""
+        rows, pattern = slice(row, row + 1), self.pattern
+        padding = None if self.key_padding_mask is None else self.key_padding_mask[rows]
+        if self.documents is not None:
+            pattern = Packed(pattern, document_starts(self.documents[row]))
+        return replace(
+            self,
+            pattern=pattern,
+            documents=None,
+            key_padding_mask=padding,
+            first_row=self.first_row + row,
+        )
+
+    def unpacked(self, batch: int, tokens: int, device: torch.device) -> Mask:
+        """A Packed pattern's documents as a tensor, the same for every row of a batch."""
+        if not isinstance(self.pattern, Packed):
+            return self
+        ids = self.pattern.ids(tokens).to(device).expand(batch, -1)
+        return replace(self, pattern=self.pattern.inner, documents=ids)
 
 
 def check_pattern(pattern: object) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.mask import check_pattern
+from longspan.attention.packed import Packed, document_starts
 from longspan.attention.pattern import Pattern
 from longspan.hashing import uniform
 
@@ -38,17 +39,18 @@ def attend_oracle(
     group = heads // k.shape[2]
     key_at = torch.arange(keys)
     query_at = torch.arange(queries) + (keys - queries if is_causal else 0)
+    patterns = [pattern] * batch
+    if documents is not None:  # each is a sequence of its own
+        patterns = [Packed(pattern, document_starts(ids)) for ids in documents.cpu()]
     hidden = torch.zeros(batch, queries, keys, dtype=torch.bool)
     if is_causal:
         hidden |= key_at[None, :] > query_at[:, None]
-    if documents is not None:
-        documents = documents.cpu()
-        hidden |= documents[:, query_at][:, :, None] != documents[:, None, :]
     if key_padding_mask is not None:
         hidden |= key_padding_mask.cpu()[:, None, :]
     outputs = []
     for head in range(heads):
-        counts = pattern.counts(query_at, key_at, head).masked_fill(hidden, 0)
+        counts = torch.stack([pattern.counts(query_at, key_at, head) for pattern in patterns])
+        counts = counts.masked_fill(hidden, 0)
         # A key seen c times contributes c·exp(score): log c added to its score, -inf for c = 0.
         scores = scale * q[:, :, head] @ k[:, :, head // group].mT + counts.double().log()
         uncovered = (counts == 0).all(-1, keepdim=True)

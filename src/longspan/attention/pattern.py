@@ -25,6 +25,9 @@ from longspan.hashing import uniform
 class Pattern(ABC):
     """Defines which keys a query sees, per head."""
 
+    differs_by_head = False
+    """Whether heads see different keys."""
+
     @abstractmethod
     def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
         """How often each query sees each key before causality: int64 (queries, keys).
@@ -249,6 +252,8 @@ class Dilated(Pattern):
     as that block-sparse pattern allows. If the tensors hold only some of a model's heads,
     `first_head` is the index of the first of them.
     """
+
+    differs_by_head = True
 
     segment_lengths: tuple[int, ...]
     dilation_rates: tuple[int, ...]

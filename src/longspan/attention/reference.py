@@ -40,6 +40,24 @@ def reference_attention(
     `first_head` is the index of q's first head in the pattern, `tokens` the length of the sequence
     if it continues after the last key.
     """
+    if mask.documents is not None:
+        outputs = []
+        for row in range(q.shape[0]):
+            rows, of_row = slice(row, row + 1), mask.of_row(row)
+            outputs.append(
+                reference_attention(
+                    q[rows],
+                    k[rows],
+                    v[rows],
+                    of_row,
+                    scale,
+                    key_positions,
+                    first_query=first_query,
+                    first_head=first_head,
+                    tokens=tokens,
+                )
+            )
+        return torch.cat(outputs)
     queries, heads = q.shape[1:3]
     group = heads // k.shape[2]
     if key_positions is None:
@@ -84,9 +102,6 @@ def _attend_chunk(
     index = torch.searchsorted(key_positions, rows).to(device)
     rows, position, counts = rows.to(device), position.to(device), counts.to(device)
     seen = (counts > 0)[None]  # (batch or 1, chunk, rows)
-    if mask.documents is not None:
-        documents = mask.documents
-        seen = seen & (documents[:, position][:, :, None] == documents[:, rows][:, None, :])
     if mask.key_padding_mask is not None:
         seen = seen & ~mask.key_padding_mask[:, rows][:, None, :]
 
@@ -96,7 +111,7 @@ def _attend_chunk(
         some = seen.any(-1, keepdim=True)  # a query that sees nothing gives zeros, not NaN
         weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
         if mask.dropout_p > 0:
-            batch = torch.arange(q.shape[0], device=device)[:, None, None]
+            batch = mask.first_row + torch.arange(q.shape[0], device=device)[:, None, None]
             indices = batch, torch.tensor(head, device=device), position[:, None], rows
             kept = uniform(mask.dropout_seed, *indices) >= mask.dropout_p
             weights = weights * kept / (1 - mask.dropout_p)

@@ -24,6 +24,7 @@ from longspan.attention.context_parallel.kv_exchange import rows_to_send
 from longspan.attention.context_parallel.sharded import attend_sharded
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.oracle import attend_oracle
+from longspan.attention.packed import Packed
 from longspan.torch_internals import TorchDispatchMode
 from tests.attention.test_functional import output_and_gradients, plain_low_precision
 from tests.harness import Ranks
@@ -37,6 +38,7 @@ PATTERNS: dict[str, Pattern] = {
     "blocks in segments": Dilated((32, 64), (1, 2), blocks=BlockSparse(4, local_window=8)),
     "dense": Dense(),
     "block sparse": BlockSparse(8, local_window=16, global_tokens=8, density=0.2),
+    "packed": Packed(Dilated((8, 32), (1, 4)), (0, 3, 30, 41)),
 }
 
 
@@ -128,12 +130,15 @@ CASES = [
     Case(
         "block sparse",
         (0, 16, 20, 48, 64),
-        4,
+        3,
         1,
         "sparse_kv",
         is_causal=False,
         masks=("documents",),
     ),
+    Case("block sparse", (0, 16, 20, 48, 64), 4, 1, "ulysses", masks=("documents",)),
+    Case("longnet", EVEN, 8, 2, "ulysses", masks=("documents",)),
+    Case("some heads", EVEN, 4, 4, "ulysses", is_causal=False, masks=("documents", "padding")),
     Case("block sparse", EVEN, 8, 8, "ulysses", is_causal=False),
 ]
 

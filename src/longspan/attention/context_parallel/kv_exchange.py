@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.context_parallel.shards import Heads, Shards
-from longspan.attention.pattern import Dense, Dilated, Pattern
+from longspan.attention.pattern import Dense, Pattern
 from longspan.caching import cached_up_to
 from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import all_to_all_async
@@ -30,7 +30,7 @@ def remote_rows(
 ) -> tuple[Tensor, ...]:
     """Sorted positions on other ranks that a rank's queries see, for each key head."""
     local = shards.local_range(rank)
-    if not isinstance(pattern, Dilated):  # the same for all heads
+    if not pattern.differs_by_head:
         span = local.start, local.stop, shards.tokens
         return (pattern.remote_key_rows(*span, 0, is_causal=is_causal),) * heads.keys
     found = []

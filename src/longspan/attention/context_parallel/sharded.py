@@ -6,10 +6,11 @@ and, if several are possible, the bytes that the rank with the most traffic rece
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Literal
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -21,6 +22,7 @@ from longspan.attention.context_parallel.ulysses import can_split_heads, ulysses
 from longspan.attention.functional import attend_checked
 from longspan.attention.mask import Mask, check_mask, check_scale, check_tensors
 from longspan.attention.merge import has_flash_kernel
+from longspan.attention.packed import Packed, from_head
 from longspan.attention.pattern import Dense, Dilated, Pattern
 from longspan.torch_internals import never_compiled
 
@@ -71,16 +73,34 @@ def attend_sharded(
         scale = q.shape[-1] ** -0.5
     else:
         check_scale(scale)
+    if documents is None:
+        return _attend(q, k, v, mask, scale, shards, rank, group.group_name)
+    outputs = []
+    for row in range(q.shape[0]):
+        rows, of_row = slice(row, row + 1), mask.of_row(row)
+        outputs.append(
+            _attend(q[rows], k[rows], v[rows], of_row, scale, shards, rank, group.group_name)
+        )
+    return torch.cat(outputs)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, shards: Shards, rank: int, name: str
+) -> Tensor:
+    """Without `mask.documents`; `name` is that of the group."""
     has_kernels = mask.is_pattern_only and has_flash_kernel(q, scale)
-    heads, name = Heads(q.shape[2], k.shape[2]), group.group_name
-    attend_local = partial(attend_checked, mask=mask, scale=scale)
+    heads = Heads(q.shape[2], k.shape[2])
+    attend_local = partial(attend_checked, scale=scale)
     match _choose(mask, shards, heads, has_kernels).name:
         case "local":
-            return attend_local(q, k, v)
+            return attend_local(q, k, v, mask)
         case "ring":
-            return ring_attention(q, k, v, is_causal, scale, shards, rank, name)
+            return ring_attention(q, k, v, mask.is_causal, scale, shards, rank, name)
         case "ulysses":
-            return ulysses_attention(q, k, v, attend_local, shards, rank, name)
+            first = rank * heads.queries // shards.ranks
+            of_heads = replace(mask, pattern=from_head(mask.pattern, first))
+            attend_heads = partial(attend_local, mask=of_heads)
+            return ulysses_attention(q, k, v, attend_heads, shards, rank, name)
         case "sparse_kv":
             return sparse_kv_attention(q, k, v, mask, scale, shards, rank, name, has_kernels)
 
@@ -104,6 +124,8 @@ def choose_strategy(
     "ulysses": an all-to-all exchanges tokens for heads before attention and back after it.
     """
     mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p)
+    if documents is not None:
+        mask = mask.of_row(0)
     has_kernels = mask.is_pattern_only and has_flash_kernel(q, scale)
     return _choose(mask, shards, Heads(q.shape[2], k.shape[2]), has_kernels)
 
@@ -122,6 +144,8 @@ def _choose(mask: Mask, shards: Shards, heads: Heads, has_kernels: bool) -> Stra
         if mask.is_pattern_only and _has_local_segments(shards, pattern):
             return Strategy("local", "every segment lies inside a shard")
         return Strategy("sparse_kv", "a dilated pattern sees few remote rows")
+    if isinstance(pattern, Packed) and mask.dropout_p == 0 and can_split_heads(heads, shards.ranks):
+        return Strategy("ulysses", "there are documents, which kernels attend one after the other")
     received = received_vectors(pattern, shards, heads, mask.is_causal)
     other: StrategyName = "ring" if is_ring else "sparse_kv"
     if mask.dropout_p > 0 or shards.is_zigzag:
