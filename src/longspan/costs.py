@@ -114,6 +114,10 @@ def count_parameters(model: Model) -> int:
 
 def linear_costs(model: Model) -> tuple[Cost, Cost]:
     """The cost of the blocks' linear layers: if they were dense, and as they are."""
+    if model.linear == "dense":  # all blocks are the same
+        sizes = linear_sizes(model).values()
+        dense = Cost.dense(1, model.layers * sum(i * o for i, o in sizes))
+        return dense, dense
     dense_total = total = Cost(0, 0, 0)
     for block in range(model.layers):
         for name, size in linear_sizes(model).items():

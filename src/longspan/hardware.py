@@ -5,6 +5,7 @@ A device that is not in the table is unknown: no other one's rates are taken for
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -112,6 +113,30 @@ def _positive(key: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
         raise ValueError(f"{key} must be a positive number, got {value!r}")
     return float(value)
+
+
+CORE_FLOPS, CPU_BANDWIDTH, LOOPBACK = 48e9, 20e9, 2e9
+"""Of a core in float32, and of a machine's memory and loopback in bytes/s, in round terms: enough
+to compare layouts on one machine, which all use the same."""
+
+
+def cpu_device(processes: int) -> Device:
+    """What one of `processes` on this machine has of its CPU, in round terms."""
+    cores, total = os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device(
+        name="cpu",
+        title="CPU process",
+        match="",
+        memory=total // processes,
+        flops={"fp32": CORE_FLOPS * cores / processes},
+        bandwidth=CPU_BANDWIDTH / processes,
+        link=LOOPBACK / processes,
+        network=LOOPBACK / processes,
+        gpus_per_node=processes,
+        watts=0.0,
+        usd_per_h=None,
+        priced="",
+    )
 
 
 def find_device(driver_name: str) -> Device | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 from longspan.attention import Pattern
@@ -24,7 +25,7 @@ def stage_flops(model: Model, pattern: Pattern, context: int) -> StageFlops:
     An embedding is looked up: it costs its row, not its matrix.
     """
     linear = linear_costs(model)[1].forward / model.layers
-    attention = pattern.flops(context, model.heads, model.head_dim, is_causal=True) / context
+    attention = attention_flops(model, pattern, context) / context
     return StageFlops(2.0 * model.hidden, linear + attention, 2.0 * model.hidden * model.vocab)
 
 
@@ -37,8 +38,19 @@ def flops_per_sample(model: Model, pattern: Pattern, context: int) -> tuple[floa
     """
     _, linear = linear_costs(model)
     matrices = linear.forward + linear.backward + 6 * model.hidden * model.vocab
-    attention = pattern.flops(context, model.heads, model.head_dim, is_causal=True)
+    attention = attention_flops(model, pattern, context)
     return float(matrices * context), 3.0 * model.layers * attention
+
+
+def attention_flops(model: Model, pattern: Pattern, context: int) -> int:
+    """Forward FLOPs of one sequence in one layer."""
+    return _attention_flops(pattern, context, model.heads, model.head_dim)
+
+
+@lru_cache(maxsize=256)
+def _attention_flops(pattern: Pattern, context: int, heads: int, head_dim: int) -> int:
+    """Cached, since a search for a layout asks a thousand times, and to count blocks takes long."""
+    return pattern.flops(context, heads, head_dim, is_causal=True)
 
 
 def activation_elements(model: Model, activation_checkpointing: str) -> int:

@@ -12,6 +12,7 @@ Imports no torch. Arrays have one element per run, and broadcast.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +20,7 @@ from numpy.typing import NDArray
 from longspan.hardware import Device
 
 Array = NDArray[np.float64]
+Numbers = TypeVar("Numbers", float, Array)
 BYTES = 2
 """Of an activation or weight in 16 bits."""
 GRADIENT_BYTES = 4
@@ -75,11 +77,8 @@ class Workload:
 
 
 @dataclass(frozen=True)
-class Efficiencies:
-    """What data sheets do not say: fitted to measured runs of one training system.
-
-    The defaults are where a fit begins, and what it falls back to where data say nothing.
-    """
+class MatmulRates:
+    """At what rate matrix products run, by their size."""
 
     matmul: float = 0.75
     """Of the peak, by products so large that their size does not matter."""
@@ -87,6 +86,15 @@ class Efficiencies:
     """Tokens of a product that reaches half of that."""
     half_columns: float = 200.0
     """Features of a product, in or out, that reaches half of that."""
+
+
+@dataclass(frozen=True)
+class Efficiencies(MatmulRates):
+    """What data sheets do not say: fitted to measured runs of one training system.
+
+    The defaults are where a fit begins, and what it falls back to where data say nothing.
+    """
+
     block_traffic: float = 30.0
     """Activations that a layer moves through memory besides products, in units of its input."""
     loss_traffic: float = 10.0
@@ -151,8 +159,8 @@ def step_time(work: Workload, device: Device, rates: Efficiencies) -> StepTime:
     assert peak is not None, "a device with 16-bit matrix products"
     products, collectives = _layer(work, device, rates, peak)
     device_s = products + collectives
-    layer = _p_norm(device_s, _host(work, rates), rates.sharpness)
-    head = 3 * _product(work.tokens, work.vocab / work.tensor, work.hidden, peak, rates)
+    layer = slower_of(device_s, _host(work, rates), rates.sharpness)
+    head = 3 * matmul_s(work.tokens, work.vocab / work.tensor, work.hidden, peak, rates)
     head += rates.loss_traffic * BYTES * work.tokens * work.vocab / work.tensor / device.bandwidth
     share = work.layers / work.pipeline
     slots = work.accumulation + work.pipeline - 1
@@ -173,6 +181,23 @@ def step_time(work: Workload, device: Device, rates: Efficiencies) -> StepTime:
     )
 
 
+def matmul_s(
+    tokens: Numbers, out: Numbers, into: Numbers, peak: float, rates: MatmulRates
+) -> Numbers:
+    """Seconds of a matrix product (tokens, into) · (into, out)."""
+    efficiency = rates.matmul * tokens / (tokens + rates.half_rows)
+    efficiency = efficiency * out / (out + rates.half_columns)
+    efficiency = efficiency * into / (into + rates.half_columns)
+    return 2 * tokens * out * into / (peak * efficiency)
+
+
+def slower_of(a: Numbers, b: Numbers, p: float) -> Numbers:
+    """The p-norm of two times: the larger one if p is infinite, their sum if it is 1."""
+    largest = np.maximum(a, b)
+    norm: Numbers = largest * ((a / largest) ** p + (b / largest) ** p) ** (1 / p)
+    return norm
+
+
 def _layer(work: Workload, device: Device, rates: Efficiencies, peak: float) -> tuple[Array, Array]:
     """Seconds of the device for a layer and a micro-batch, forward and backward: kernels, and
     collectives of tensor parallelism.
@@ -185,7 +210,7 @@ def _layer(work: Workload, device: Device, rates: Efficiencies, peak: float) -> 
         ((1 + work.is_gated) * work.ffn / tensor, hidden),
         (hidden, work.ffn / tensor),
     ]
-    products = sum(_product(tokens, out, into, peak, rates) for out, into in shapes)
+    products = sum(matmul_s(tokens, out, into, peak, rates) for out, into in shapes)
     # Causal: half of 4 · tokens · context · hidden. The backward pass takes two products for one.
     attention = 2 * tokens * work.context * hidden / tensor / (peak * ATTENTION)
     traffic = rates.block_traffic * BYTES * tokens * hidden / tensor / device.bandwidth
@@ -198,14 +223,6 @@ def _layer(work: Workload, device: Device, rates: Efficiencies, peak: float) -> 
     )
     moved = 2 * (tensor - 1) / tensor * BYTES * tokens * hidden  # of an all-reduce
     return 3 * (products + attention) + traffic, 4 * moved / rate
-
-
-def _product(tokens: Array, out: Array, into: Array, peak: float, rates: Efficiencies) -> Array:
-    """Seconds of a matrix product (tokens, into) · (into, out)."""
-    efficiency = rates.matmul * tokens / (tokens + rates.half_rows)
-    efficiency = efficiency * out / (out + rates.half_columns)
-    efficiency = efficiency * into / (into + rates.half_columns)
-    return 2 * tokens * out * into / (peak * efficiency)
 
 
 def _host(work: Workload, rates: Efficiencies) -> Array:
@@ -238,9 +255,3 @@ def _reduce(work: Workload, device: Device, rates: Efficiencies) -> Array:
     within = work.tensor * work.data <= GPUS_PER_NODE
     rate = np.where(within, rates.link * device.link, rates.reduce * device.network)
     return np.where(work.data > 1, moved / rate, 0.0)
-
-
-def _p_norm(a: Array, b: Array, p: float) -> Array:
-    largest = np.maximum(a, b)
-    norm: Array = largest * ((a / largest) ** p + (b / largest) ** p) ** (1 / p)
-    return norm

@@ -1,0 +1,110 @@
+"""What Longspan's kernels and collectives reach of a device's rates: data, with its source.
+
+Fitted to measured runs of Longspan (`longspan bench run-time`), and kept in `efficiencies.toml`.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from functools import cache
+from importlib import resources
+from typing import Any
+
+from longspan.hardware import Device
+from longspan.planning.step_time import MatmulRates
+from longspan.toml import tomllib
+
+
+@dataclass(frozen=True)
+class RunRates(MatmulRates):
+    """Fractions of a data sheet's rates, bytes that operators move, and seconds of the host."""
+
+    dense: float = 0.62
+    """Attention by the dense pattern: of the peak, with heads so wide that it does not matter."""
+    dilated: float = 0.45
+    """The same of dilated branches; a pair counts once for each branch that contains it."""
+    block_sparse: float = 0.5
+    """The same of blocks, also of those in dilated branches."""
+    half_head_dim: float = 25.0
+    """Features of a head with which attention reaches half of that."""
+    bandwidth: float = 0.85
+    """Of the memory's, by operators that only move data."""
+    block_traffic: float = 1.0
+    """What norms, RoPE, residual and activation functions of compiled blocks move, in units of the
+    bytes that they would if each read its inputs and wrote its output once."""
+    eager_traffic: float = 1.5
+    """The same of blocks that are not compiled, in units of compiled ones."""
+    loss_traffic: float = 45.0
+    """Bytes that the chunked loss moves per logit besides its matrix products."""
+    weight_traffic: float = 18.0
+    """Bytes per parameter and micro-batch: the 16-bit copy, and the sum of its gradients."""
+    optimizer_traffic: float = 40.0
+    """Bytes per parameter and step: AdamW, the gradient norm and clipping."""
+    host_s: float = 1e-3
+    """Seconds of the host to launch a compiled block, forward and backward."""
+    eager_host: float = 4.0
+    """How often that if it is not compiled."""
+    sharpness: float = 4.0
+    """p of the p-norm between device and host: infinite if the slower one hides the other, 1 if
+    each waits for the other."""
+    step_s: float = 1e-3
+    """Of a step, whatever its size."""
+    link: float = 0.7
+    """Of the link's rate, by collectives within a node."""
+    network: float = 0.7
+    """Of the network's rate, by collectives over nodes."""
+    link_latency_s: float = 2e-5
+    """Of a collective within a node."""
+    network_latency_s: float = 4e-5
+    """Of a collective over nodes; · log2 of the nodes."""
+    overlap: float = 0.8
+    """Of the compute behind which collectives can hide that need not be waited for."""
+    host_link: float = 2.5e10
+    """Bytes/s between a device and its host's memory."""
+    host_optimizer: float = 1.2e10
+    """Bytes/s of the optimizer on the CPU, per device."""
+
+
+@dataclass(frozen=True)
+class Band:
+    """How far predicted tokens/s were from measured ones."""
+
+    device: str
+    gpus: int
+    """The largest number of GPUs of a run."""
+    runs: int
+    median: float
+    p90: float
+    """Which nine of ten runs did not exceed."""
+    of: str
+    """What was measured."""
+
+
+@cache
+def _table() -> dict[str, Any]:
+    text = resources.files("longspan.planning") / "efficiencies.toml"
+    return tomllib.loads(text.read_text(encoding="utf-8"))
+
+
+def rates_of(device: Device) -> RunRates:
+    """The rates of GPUs, or those of CPU processes."""
+    return rates_from(_table()["cpu" if device.name == "cpu" else "gpu"])
+
+
+def rates_from(row: Mapping[str, float]) -> RunRates:
+    known = {field.name for field in fields(RunRates)}
+    assert set(row) <= known, f"efficiencies.toml has unknown keys: {set(row) - known}"
+    return RunRates(**row)
+
+
+def band_of(device: Device, gpus: int) -> Band | None:
+    """The error of predictions for so many devices; None if no such runs were measured."""
+    bands = (Band(**row) for row in _table()["band"])
+    return next((b for b in bands if b.device == device.name and gpus <= b.gpus), None)
+
+
+def measured_rows() -> list[dict[str, Any]]:
+    """The runs that the rates of GPUs are fitted to."""
+    return list(_table()["measured"])

@@ -1,0 +1,275 @@
+"""How long a step of a run of Longspan takes on a device, by part.
+
+A roofline like that of `step_time.py`, for all that Longspan has: every axis, patterns of
+attention, activation checkpointing, offload, and the chunked loss. The compute of a layer and of
+the head follows from the run's shapes; `communication.py` says what is communicated; pipeline
+stages are those of the training code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from longspan.attention.pattern import Dense, Dilated, Pattern, pattern_of
+from longspan.config import Layout, Model, Run
+from longspan.costs import count_parameters, linear_sizes, rank_of
+from longspan.errors import UserError
+from longspan.hardware import Device
+from longspan.models.cost import (
+    StageFlops,
+    activation_elements,
+    attention_flops,
+    flops_per_sample,
+    stage_flops,
+)
+from longspan.parallel.pipeline_schedule import plan_stages
+from longspan.planning.rates import RunRates, rates_of
+from longspan.planning.step_time import matmul_s, slower_of
+
+HIDDEN_BYTES, WIDE_BYTES = 64, 8
+"""Bytes that a block's other operators move per token, forward and backward: of a hidden feature
+norms and the float32 residual stream, which tensor parallelism does not split; of each feature of
+queries and keys and (twice) of the MLP, elements in 16 bits."""
+FORWARD_TRAFFIC = 0.35
+"""The share of the forward pass in these bytes."""
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of the backward pass of attention, in units of the forward pass."""
+RECOMPUTE_HOST = {"none": 0.0, "selective": 0.35, "full": 0.35}
+"""What the host launches again, of the launches of a block."""
+EIGHT_BIT_TRAFFIC = 0.6
+"""Of AdamW's bytes per step, with moments in 8 bits."""
+
+
+@dataclass(frozen=True)
+class RunTime:
+    """Seconds of a step by part, and what follows from them."""
+
+    device: Device
+    gpus: int
+    step_tokens: int
+    flops: float
+    """Of a step, as MFU counts them."""
+    peak: float
+    """FLOP/s of one device in the run's precision."""
+    parts: Mapping[str, float]
+    """They add up to the step."""
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of all devices together."""
+        return self.step_tokens / self.step_s
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / (self.step_s * self.gpus * self.peak)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "device": self.device.name,
+            "gpus": self.gpus,
+            "step_s": self.step_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "parts_s": dict(self.parts),
+        }
+
+
+def predict(run: Run, gpus: int, device: Device, rates: RunRates | None = None) -> RunTime:
+    """The time of a step of `run` on `gpus` devices, for which `load_run` has checked it.
+
+    "auto" is bf16 (fp32 on a CPU) for precision, and compiled on GPUs.
+    """
+    rates = rates or rates_of(device)
+    shape = _Shape(run, gpus, device)
+    layer, head = _layer(run, shape, device, rates), _head(run, shape, device, rates)
+    layer_s, head_s = sum(layer.values()), sum(head.values())
+    model, count = run.model, shape.micro_batches
+    on_ranks = _layers_on_ranks(run.layout, model, shape.flops, shape.ranks["pipeline"])
+    times = [n * layer_s + has_head * head_s for n, has_head in on_ranks]
+    mean, slowest = sum(times) / len(times), max(times)
+    # The parts of the average rank; the slowest one's surplus is waited for like the bubble.
+    parts = {name: count * model.layers / len(times) * s for name, s in layer.items()}
+    for name, seconds in head.items():
+        parts[name] = parts.get(name, 0.0) + count * seconds / len(times)
+    parts["bubble"] = count * (slowest - mean) + _bubble(run.layout, len(times)) * slowest
+    parts["optimizer"], parts["offload"] = _step_end(run, shape, device, rates)
+    parts["other"] = rates.step_s
+    context = run.data.context
+    return RunTime(
+        device=device,
+        gpus=gpus,
+        step_tokens=run.train.global_batch * context,
+        flops=run.train.global_batch * sum(flops_per_sample(model, shape.pattern, context)),
+        peak=shape.peak,
+        parts={name: seconds for name, seconds in parts.items() if seconds > 0},
+    )
+
+
+class _Shape:
+    """What the parts of a prediction share."""
+
+    def __init__(self, run: Run, gpus: int, device: Device) -> None:
+        train, model = run.train, run.model
+        self.ranks = ranks = run.layout.resolve(gpus)
+        self.tensor = ranks["tensor"]
+        self.tokens = train.micro_batch * run.data.context / ranks["sequence"]
+        """Of a micro-batch on a rank."""
+        data = ranks["replicate"] * ranks["shard"]
+        self.micro_batches = train.global_batch // (train.micro_batch * data)
+        self.pattern = pattern_of(run.attention)
+        self.flops = stage_flops(model, self.pattern, run.data.context)
+        is_cpu = device.name == "cpu"
+        precision = train.precision
+        if precision == "auto":
+            precision = "fp32" if is_cpu else "bf16"
+        peak = device.peak(precision)
+        if peak is None:
+            raise UserError(
+                f"train.precision = {precision!r} is not supported by {device.title}: use "
+                f"{' or '.join(repr(p) for p in device.flops if p in ('fp16', 'fp32', 'bf16'))}"
+            )
+        self.peak = peak
+        self.width = 4 if precision == "fp32" else 2
+        self.is_compiled = not is_cpu if train.compile == "auto" else train.compile
+        shards = self.tensor * ranks["pipeline"] * ranks["shard"] * ranks["sequence"]
+        self.local_parameters = count_parameters(model) / shards
+        """That the optimizer of a rank updates."""
+
+
+def _layer(run: Run, shape: _Shape, device: Device, rates: RunRates) -> dict[str, float]:
+    """Seconds of one block and micro-batch, forward and backward, by part."""
+    model, train, tokens = run.model, run.train, shape.tokens
+    forward, backward = _matmuls(model, tokens, shape.tensor, shape.peak, rates)
+    samples = train.micro_batch / (shape.ranks["sequence"] * shape.tensor)
+    flops = samples * attention_flops(model, shape.pattern, run.data.context)
+    attention = flops / (shape.peak * attention_rate(shape.pattern, model.head_dim, rates))
+    bandwidth = device.bandwidth * rates.bandwidth
+    traffic = _block_bytes(run, shape) * rates.block_traffic / bandwidth
+    if not shape.is_compiled:
+        traffic *= rates.eager_traffic
+    parameters = sum(i * o for i, o in linear_sizes(model).values()) / shape.tensor
+    again = {
+        "none": 0.0,
+        "selective": FORWARD_TRAFFIC * traffic,
+        "full": forward + attention + FORWARD_TRAFFIC * traffic,
+    }[train.activation_checkpointing]
+    found = {
+        "matrix products": forward + backward,
+        "attention": attention * (1 + ATTENTION_BACKWARD),
+        "memory-bound operators": traffic + rates.weight_traffic * parameters / bandwidth,
+        "recomputation": again,
+    }
+    host = rates.host_s * (1 if shape.is_compiled else rates.eager_host)
+    host *= 1 + RECOMPUTE_HOST[train.activation_checkpointing]
+    device_s = sum(found.values())
+    found["host"] = float(slower_of(device_s, host, rates.sharpness)) - device_s
+    if train.offload_activations:
+        saved = activation_elements(model, train.activation_checkpointing)
+        found["offload"] = 2 * shape.width * saved * tokens / shape.tensor / rates.host_link
+    return found
+
+
+def _matmuls(
+    model: Model, tokens: float, tensor: int, peak: float, rates: RunRates
+) -> tuple[float, float]:
+    """Seconds of the matrix products of the average block: forward, backward."""
+    forward = backward = 0.0
+    same = model.layers if model.linear == "dense" else 1  # blocks that have the same layers
+    for block in range(0, model.layers, same):
+        for name, (into, out) in linear_sizes(model).items():
+            # Split by rows after the attention and the activation function, else by columns.
+            splits_input = name in ("attention.out", "mlp.down")
+            i, o = (into / tensor, out) if splits_input else (into, out / tensor)
+            rank = rank_of(model, f"blocks.{block}.{name}", into, out) * model.sketch.terms
+            if not rank:
+                product = matmul_s(tokens, o, i, peak, rates)
+                forward, backward = forward + same * product, backward + 2 * same * product
+                continue
+            product = matmul_s(tokens, float(rank), i, peak, rates)
+            product += matmul_s(tokens, o, float(rank), peak, rates)
+            # Fixed factors of a sketch double the products, and have no gradient.
+            forward += product * (2 if model.linear == "sketched" else 1)
+            backward += product * (3 if model.linear == "sketched" else 2)
+    return forward / model.layers, backward / model.layers
+
+
+def attention_rate(pattern: Pattern, head_dim: int, rates: RunRates) -> float:
+    """The fraction of the peak that attention reaches."""
+    if isinstance(pattern, Dense):
+        rate = rates.dense
+    elif isinstance(pattern, Dilated) and pattern.blocks is None:
+        rate = rates.dilated
+    else:
+        rate = rates.block_sparse
+    return rate * head_dim / (head_dim + rates.half_head_dim)
+
+
+def _block_bytes(run: Run, shape: _Shape) -> float:
+    """Bytes that the operators of a block move besides matrix products and attention."""
+    model = run.model
+    splits_norms = run.layout.megatron_sequence_parallel
+    hidden = HIDDEN_BYTES * model.hidden / (shape.tensor if splits_norms else 1)
+    queries_and_keys = model.hidden * (1 + model.kv_heads / model.heads)
+    wide = WIDE_BYTES * shape.width / 2 * (queries_and_keys + 2 * model.ffn) / shape.tensor
+    return shape.tokens * (hidden + wide)
+
+
+def _head(run: Run, shape: _Shape, device: Device, rates: RunRates) -> dict[str, float]:
+    """Seconds of the loss of a micro-batch, whose gradients are computed with it."""
+    model, bandwidth = run.model, device.bandwidth * rates.bandwidth
+    vocab = model.vocab / shape.tensor
+    products = 3 * matmul_s(shape.tokens, vocab, float(model.hidden), shape.peak, rates)
+    moved = rates.loss_traffic * shape.width / 2 * shape.tokens * vocab
+    moved += rates.weight_traffic * vocab * model.hidden
+    return {"loss": products + moved / bandwidth}
+
+
+def _layers_on_ranks(
+    layout: Layout, model: Model, flops: StageFlops, pipeline: int
+) -> Sequence[tuple[int, bool]]:
+    """Of each pipeline rank: how many layers it has, and whether it has the head."""
+    if pipeline == 1:
+        return [(model.layers, True)]
+    return _stages(layout.schedule, layout.virtual_stages, model.layers, flops, pipeline)
+
+
+@lru_cache(maxsize=4096)
+def _stages(
+    schedule: Any, virtual_stages: int, layers: int, flops: StageFlops, pipeline: int
+) -> Sequence[tuple[int, bool]]:
+    layout = Layout(schedule=schedule, virtual_stages=virtual_stages)
+    plan = plan_stages(layout, layers, flops, pipeline)
+    return [
+        (sum(len(plan.layers[stage]) for stage in stages), plan.last in stages)
+        for stages in plan.by_rank
+    ]
+
+
+def _bubble(layout: Layout, ranks: int) -> float:
+    """How long a rank is idle while the pipeline fills and drains, in times of a micro-batch.
+
+    Stages of "interleaved" are shorter. "zbv" fills the rest with gradients of weights: a forward
+    pass of one of its two stages remains.
+    """
+    times = (ranks - 1) / layout.stages_per_rank
+    return times / 3 if layout.schedule == "zbv" else times
+
+
+def _step_end(run: Run, shape: _Shape, device: Device, rates: RunRates) -> tuple[float, float]:
+    """Seconds of the optimizer, and of copies to and from the CPU with `layout.offload`."""
+    parameters = shape.local_parameters
+    moved = rates.optimizer_traffic * parameters
+    if run.train.optimizer == "adamw8bit":
+        moved *= EIGHT_BIT_TRAFFIC
+    if not run.layout.offload:
+        return moved / (device.bandwidth * rates.bandwidth), 0.0
+    gathers = shape.micro_batches * (2 if run.layout.zero == 3 else 1)
+    copied = 4 * parameters * (gathers + shape.micro_batches)
+    return moved / rates.host_optimizer, copied / rates.host_link

@@ -1,0 +1,115 @@
+"""Predicted time of Longspan's own runs: against sums by hand and measured runs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from longspan.config import Run
+from longspan.errors import UserError
+from longspan.hardware import cpu_device, devices
+from longspan.planning.fitting import quantiles
+from longspan.planning.rates import RunRates, band_of, measured_rows
+from longspan.planning.run_time import predict
+from longspan.runfile import load_run
+
+H200 = devices()["h200"]
+FREE = 1e-12
+PERFECT = RunRates(
+    matmul=1, half_rows=FREE, half_columns=FREE, dense=1, dilated=1, half_head_dim=FREE,
+    block_traffic=FREE, loss_traffic=FREE, weight_traffic=FREE, optimizer_traffic=FREE,
+    host_s=FREE, step_s=FREE, sharpness=64, link=1e6, network=1e6, link_latency_s=FREE,
+    network_latency_s=FREE,
+)  # fmt: skip
+SMALL = ["model.preset=125m", "model.vocab=1024", "data.context=4096", "train.micro_batch=2"]
+SMALL += ["train.global_batch=16", "attention.kind=dense"]
+
+
+def small_run(*overrides: str, world: int = 1) -> Run:
+    return load_run(None, [*SMALL, *overrides], builtin="cuda", world=world)
+
+
+def test_one_gpu_at_its_peak_takes_the_time_of_its_flops() -> None:
+    """6 FLOPs per parameter and token, and 3.5 times the forward pass of attention."""
+    tokens, hidden, ffn = 16 * 4096, 768, 2048
+    products = 6 * tokens * (12 * (4 * hidden**2 + 3 * hidden * ffn) + 1024 * hidden)
+    pairs = 16 * 12 * 4096 * 4097 // 2  # of 16 sequences and 12 heads
+    attention = 12 * 3.5 * 4 * 64 * pairs
+    found = predict(small_run(), 1, H200, PERFECT)
+    assert found.step_s == pytest.approx((products + attention) / 989e12, rel=1e-6)
+    assert found.tokens_per_s == pytest.approx(tokens / found.step_s)
+    # MFU counts the backward pass of attention twice, and not the products that it repeats.
+    assert found.mfu == pytest.approx((products + attention * 6 / 7) / (products + attention))
+
+
+def test_full_checkpointing_adds_a_forward_pass_of_the_blocks() -> None:
+    plain = predict(small_run(), 1, H200, PERFECT)
+    full = predict(small_run("train.activation_checkpointing=full"), 1, H200, PERFECT)
+    forward = plain.parts["matrix products"] / 3 + plain.parts["attention"] / 3.5
+    assert full.step_s - plain.step_s == pytest.approx(forward, rel=1e-6)
+
+
+def test_data_sequence_and_tensor_ranks_share_the_work_at_perfect_rates() -> None:
+    one = predict(small_run(), 1, H200, PERFECT).step_s
+    for axis in ("replicate", "shard", "sequence", "tensor"):
+        layout = ["layout.shard=1", f"layout.{axis}=4"]
+        found = predict(small_run(*layout, world=4), 4, H200, PERFECT)
+        assert found.step_s == pytest.approx(one / 4, rel=1e-5), axis
+
+
+def test_a_pipeline_waits_for_its_slowest_stage_and_its_bubble() -> None:
+    """Twelve layers on four ranks, three each; the head of 1,024 words is on the last."""
+    overrides = ["layout.shard=1", "layout.pipeline=4"]
+    one = predict(small_run(), 1, H200, PERFECT)
+    loss, total = one.parts["loss"] / 8, one.step_s / 8  # of one of eight micro-batches
+    slowest = (total - loss) / 4 + loss
+    found = predict(small_run(*overrides, world=4), 4, H200, PERFECT)
+    assert found.step_s == pytest.approx((8 + 3) * slowest, rel=1e-5)
+    interleaved = [*overrides, "layout.schedule=interleaved", "layout.virtual_stages=3"]
+    found = predict(small_run(*interleaved, world=4), 4, H200, PERFECT)
+    assert found.step_s == pytest.approx((8 + 3 / 3) * slowest, rel=1e-5)
+
+
+def test_a_host_slower_than_the_device_sets_the_pace() -> None:
+    slow = replace(PERFECT, host_s=1.0)
+    found = predict(small_run(), 1, H200, slow)
+    assert found.step_s == pytest.approx(8 * 12 * 1.0, rel=1e-2)
+    eager = predict(small_run("train.compile=false"), 1, H200, slow)
+    assert eager.step_s == pytest.approx(slow.eager_host * found.step_s, rel=1e-2)
+
+
+def test_offload_copies_shards_and_steps_on_the_cpu() -> None:
+    rates = replace(PERFECT, optimizer_traffic=40, host_optimizer=1e10, host_link=1e9)
+    overrides = ["layout.shard=2", "layout.offload=true"]
+    found = predict(small_run(*overrides, world=2), 2, H200, rates)
+    parameters = (12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768 + 1024 * 768) / 2
+    assert found.parts["optimizer"] == pytest.approx(40 * parameters / 1e10)
+    # Of four micro-batches each gathers twice and returns gradients once.
+    assert found.parts["offload"] == pytest.approx(4 * parameters * 4 * 3 / 1e9)
+
+
+def test_measured_runs_are_predicted_within_the_stated_band() -> None:
+    rows = measured_rows()
+    runs = [load_run(None, row["overrides"], builtin="cuda", world=1) for row in rows]
+    predicted = np.array([predict(run, 1, H200).tokens_per_s for run in runs])
+    errors = quantiles(np.abs(predicted / [row["tokens_per_s"] for row in rows] - 1))
+    band = band_of(H200, 1)
+    assert band is not None
+    assert band.runs == len(rows)
+    assert (band.median, band.p90) == pytest.approx((errors["median"], errors["p90"]), abs=1e-3)
+    assert band_of(devices()["h100"], 1) is None
+    assert band_of(H200, 2) is None
+
+
+def test_a_precision_that_the_gpu_lacks_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match=r"'bf16' is not supported by V100.*'fp16'"):
+        predict(small_run(), 1, devices()["v100"])
+
+
+def test_cpu_processes_share_the_machine() -> None:
+    run = load_run(None, ["train.global_batch=4"], world=4)
+    four, one = predict(run, 4, cpu_device(4)), predict(run, 1, cpu_device(1))
+    assert four.step_tokens == one.step_tokens
+    assert cpu_device(4).flops["fp32"] * 4 == cpu_device(1).flops["fp32"]
