@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from longspan.cli import main
 from longspan.cli.arguments import parse
-from longspan.config import Profile, Section, Sketch
+from longspan.config import Profile, Rope, Section, Sketch
 from longspan.runfile import SECTIONS, load_run
 from longspan.wording import toml_value
 from tests.harness import Ranks
@@ -39,7 +39,8 @@ def reference(name: str, section: type[Section]) -> str:
     return "\n".join(rows)
 
 
-TABLES: dict[str, type[Section]] = {**SECTIONS, "model.sketch": Sketch, "track.profile": Profile}
+TABLES: dict[str, type[Section]] = {**SECTIONS, "model.rope": Rope, "model.sketch": Sketch}
+TABLES["track.profile"] = Profile
 
 
 @pytest.mark.parametrize("name", TABLES)
@@ -84,7 +85,8 @@ def test_every_command_in_the_docs_is_valid(command: str) -> None:
         words.append("2")
     items = getattr(parse(words), "items", [])
     # `load_run` would read the folder that a run starts from.
-    overrides = [re.sub(r"(?<=train\.init_from=).*", "", item) for item in items if "=" in item]
+    folder = r"^(train\.init_from|model\.from)=.*"
+    overrides = [re.sub(folder, r"\1=", item) for item in items if "=" in item]
     load_run(None, overrides, world=None)
 
 

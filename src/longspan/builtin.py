@@ -39,7 +39,7 @@ def follow(tables: Mapping[str, Any], given: Collection[str], world: int | None)
         values |= _fit(run, given, run.layout.resolve(world))
     if run.model.factory:
         values = {path: value for path, value in values.items() if path.startswith("train.")}
-    keeps_model = "model.preset" in given or run.train.init_from
+    keeps_model = "model.preset" in given or run.model.folder or run.train.init_from
     for path, value in values.items():
         section, key = path.split(".")
         is_fixed = path in given or (section == "model" and keeps_model)

@@ -74,12 +74,12 @@ class Cost:
 
 def linear_sizes(model: Model) -> dict[str, tuple[int, int]]:
     """In and out features of a block's linear layers, by name."""
-    kv_dim = model.kv_heads * model.head_dim
+    q_dim, kv_dim = model.heads * model.head_dim, model.kv_heads * model.head_dim
     return {
-        "attention.query": (model.hidden, model.hidden),
+        "attention.query": (model.hidden, q_dim),
         "attention.key": (model.hidden, kv_dim),
         "attention.value": (model.hidden, kv_dim),
-        "attention.out": (model.hidden, model.hidden),
+        "attention.out": (q_dim, model.hidden),
         "mlp.gate": (model.hidden, model.ffn),
         "mlp.up": (model.hidden, model.ffn),
         "mlp.down": (model.ffn, model.hidden),
@@ -107,9 +107,13 @@ def count_parameters(model: Model) -> int:
         linear = model.layers * sum(i * o for i, o in linear_sizes(model).values())
     else:
         linear = linear_costs(model)[1].stored
-    norms = 2 * model.hidden + (model.hidden + model.ffn if model.sub_layer_norm else 0)
+    sizes = linear_sizes(model)
+    biases = sum(out for name, (_, out) in sizes.items() if model.has_bias(name))
+    q_dim = model.heads * model.head_dim
+    norms = 2 * model.hidden + (q_dim + model.ffn if model.sub_layer_norm else 0)
+    norms += 2 * model.head_dim if model.qk_norm else 0
     embeddings = (1 if model.tie_embeddings else 2) * model.vocab * model.hidden
-    return linear + model.layers * norms + model.hidden + embeddings
+    return linear + model.layers * (biases + norms) + model.hidden + embeddings
 
 
 def linear_costs(model: Model) -> tuple[Cost, Cost]:

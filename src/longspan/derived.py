@@ -14,19 +14,26 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
     """Return what follows from a run on `ranks` per axis: attention, batch, tokens, layout."""
     train, context = run.train, run.data.context
     tokens, steps = train.global_batch * context, counted(train.steps, "step")
-    batch = batch_values(run, ranks)
+    batch, rope = batch_values(run, ranks), run.model.rope
+    scaling = "" if rope.type == "default" else f", {rope.describe()}"
     linear = {} if run.model.linear == "dense" else {"linear layers": _linear_text(run.model)}
     data_vocab = {"vocabulary": _vocab_text(run)} if is_folder(run.data.source) else {}
     return {
         **linear,
         **data_vocab,
         "attention": f"{run.attention.kind}{_pattern_text(run.attention)}, context {context:,}, "
-        f"RoPE theta {run.model.rope_theta_for(context):,.0f}",
+        f"RoPE theta {run.model.rope_theta_for(context):,.0f}{scaling}",
         "reach": reach_text(run),
         "batch": batch.pop("batch"),
         "tokens": f"{tokens:,} per step × {steps} = {tokens * train.steps:,}",
         **batch,
     }
+
+
+def model_name(run: Run) -> str:
+    """The name of a run's model: its preset, or the family and folder that decide it."""
+    folder = run.model.folder or run.train.init_from
+    return f"{run.model.family} of {folder}" if folder else run.model.preset
 
 
 def batch_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:

@@ -48,8 +48,8 @@ def resolve(run: Run, device: torch.device) -> Run:
         )
     if device.type == "cuda" and run.model.head_dim % 8:
         raise UserError(
-            "model.hidden / model.heads must be a multiple of 8 on a GPU, but it is "
-            f"{run.model.head_dim}: change one of them"
+            "model.head_dim must be a multiple of 8 on a GPU, but it is "
+            f"{run.model.head_dim}: set it, or change model.hidden or model.heads"
         )
     layout = run.layout
     has_zero3_hooks = run.engine.name == "deepspeed" and layout.zero == 3

@@ -1,4 +1,4 @@
-"""Reads the config.json of a Hugging Face Llama, and refuses what this decoder does not compute.
+"""Reads the config.json of a Hugging Face model, and refuses what this decoder does not compute.
 
 Every field is honoured, known to be harmless, or refused by name. An unknown field is refused as
 well: transformers adds fields that change what a model computes, and weights that load but compute
@@ -11,14 +11,15 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from longspan.config import Attention, Model, Positive, Run
+from longspan.config import Attention, Model, NonNegative, Positive, Rope, Run
 from longspan.errors import UserError
 from longspan.files import read_json_object
-from longspan.rules import attention_rules
+from longspan.hf_rope import TABLES, read_rope
+from longspan.rules import BIASES, attention_rules
 from longspan.wording import shown
 
 CONFIG = "config.json"
@@ -26,6 +27,37 @@ DENSE = {"attention": {"kind": "dense"}}
 """The table `longspan` of a config.json without it."""
 MAX_BYTES = 1 << 20
 """Size limit of a config.json; real ones have a few kilobytes."""
+
+QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
+QWEN |= {"max_position_embeddings": 32768}
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {"max_position_embeddings": 2048},
+    "mistral": {
+        "num_key_value_heads": 8,
+        "sliding_window": 4096,
+        "max_position_embeddings": 131072,
+    },
+    "qwen2": QWEN,
+    "qwen3": {**QWEN, "head_dim": 128},
+    "gemma": {
+        "num_key_value_heads": 16,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "tie_word_embeddings": True,
+        "max_position_embeddings": 8192,
+    },
+}
+"""The values of transformers for fields that are missing, by model_type, if they are not those of
+`FolderConfig`; null stands for no value."""
+
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+"""Values of hidden_act, and of `model.activation`."""
 
 SHAPES = {
     "layers": "num_hidden_layers",
@@ -35,19 +67,23 @@ SHAPES = {
     "ffn": "intermediate_size",
     "vocab": "vocab_size",
     "tie_embeddings": "tie_word_embeddings",
+    "head_dim": "head_dim",
+    "attention_bias": "attention_bias",
+    "mlp_bias": "mlp_bias",
 }
-"""The keys of [model] that must equal a field of config.json."""
+EQUAL = ("family", *SHAPES, "activation")
+"""The keys of [model] that must equal what config.json says; SHAPES has their names there."""
+KEYS = (*EQUAL, "rope_theta", "rope", "rms_norm_eps", "max_positions")
+"""The keys of [model] that config.json decides."""
 
 SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "hidden_act": ("silu", "swish"),
     "attention_dropout": (0,),
     "partial_rotary_factor": (1,),
     "rope_interleaved": (False,),
     "pretraining_tp": (1,),
-    "sliding_window": (),
-    "use_sliding_window": (False,),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "use_bidirectional_attention": (False,),
+    "use_mrope": (False,),
     "logit_scale": (1,),
     "logits_scaling": (1,),
     "quantization_config": (),
@@ -60,10 +96,9 @@ SUPPORTED: dict[str, tuple[Any, ...]] = {
 }
 """Fields that change the computation, and the values with which they do not; null is one too."""
 
-ROPE_FIELDS = ("rope_parameters", "rope_scaling")
-"""The table of RoPE's settings in transformers 5, and in 4."""
+WINDOW_FIELDS = ("sliding_window", "use_sliding_window", "max_window_layers", "layer_types")
 
-HONOURED = {*SHAPES.values(), *ROPE_FIELDS, "rope_theta", "rms_norm_eps", "head_dim", "layer_types"}
+HONOURED = {*SHAPES.values(), *TABLES, *WINDOW_FIELDS, "rope_theta", "rms_norm_eps", "hidden_act"}
 HONOURED |= {"model_type", "max_position_embeddings", "longspan"}
 
 HARMLESS = {
@@ -86,39 +121,63 @@ HARMLESS = {
     *("id2label", "label2id", "num_labels", "problem_type", "finetuning_task"),
     "task_specific_params",
 }
-"""Fields that do not change what a causal Llama computes."""
+"""Fields that do not change what a causal language model computes."""
 
 
-class LlamaConfig(BaseModel):
+class FolderConfig(BaseModel):
     """What config.json says about a model, by the keys of [model]."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
+    family: Literal["llama", "mistral", "qwen2", "qwen3", "gemma"] = Field(alias="model_type")
     layers: Positive = Field(alias="num_hidden_layers")
     hidden: Positive = Field(alias="hidden_size")
     heads: Positive = Field(alias="num_attention_heads")
     kv_heads: Positive = Field(alias="num_key_value_heads")
+    head_dim: Positive
     ffn: Positive = Field(alias="intermediate_size")
     vocab: Positive = Field(alias="vocab_size")
     tie_embeddings: bool = Field(alias="tie_word_embeddings", default=False)
-    rope_theta: Annotated[float, Field(gt=1)] = 10_000.0
+    activation: str = "silu"
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    rope_theta: Annotated[float, Field(gt=1)]
+    rope: Rope
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    max_positions: Positive | None = Field(alias="max_position_embeddings", default=None)
+    max_positions: Positive = Field(alias="max_position_embeddings")
     attention: Attention = Attention(kind="dense")
     """The pattern it was trained with, if `longspan export` wrote the folder."""
+    window: Positive | None = None
+    """Sliding window in tokens: a query sees itself and the window − 1 tokens before it."""
+    first_window_layer: NonNegative = 0
+    """Layers from this one on have the window, unless `layer_types` says which."""
+    layer_types: tuple[str, ...] | None = Field(default=None, strict=False)
 
-    def disagreements(self, model: Model) -> dict[str, str]:
+    def has_window(self, context: int) -> bool:
+        """Whether a layer has a sliding window that hides tokens of a context."""
+        if self.window is None or self.window >= context:
+            return False
+        if self.layer_types is not None:
+            return "sliding_attention" in self.layer_types
+        return self.first_window_layer < self.layers
+
+    def model_keys(self) -> dict[str, Any]:
+        """The values of [model]."""
+        keys = {key: getattr(self, key) for key in KEYS}
+        return {**keys, "rope": self.rope.model_dump(mode="json", exclude_none=True)}
+
+    def disagreements(self, model: Model, folder: str = "train.init_from") -> dict[str, str]:
         """What to change in [model] so that the weights fit, by key."""
         found = {}
-        for key in SHAPES:
+        for key in EQUAL:
             theirs, ours = (json.dumps(getattr(x, key)) for x in (self, model))
             if theirs != ours:
                 found[f"model.{key}"] = (
-                    f"{ours} is not the {theirs} of train.init_from: set model.{key}={theirs}"
+                    f"{ours} is not the {theirs} of {folder}: set model.{key}={theirs}"
                 )
         if model.sub_layer_norm:
             found["model.sub_layer_norm"] = (
-                "true is not supported with train.init_from, as Llama has no such norms: use false"
+                f"true is not supported with {folder}, as its model has no such norms: use false"
             )
         return found
 
@@ -127,8 +186,12 @@ class LlamaConfig(BaseModel):
         model, context = run.model, run.data.context
         theta = model.rope_theta_for(context)
         found = []
+        if context > self.max_positions:
+            found.append(f"context {context:,} instead of at most {self.max_positions:,}")
         if theta != self.rope_theta:
-            found.append(f"model.rope_theta {theta:g} instead of {self.rope_theta:g}")
+            found.append(f"RoPE theta {theta:,.0f} instead of {self.rope_theta:,.0f}")
+        if model.rope != self.rope:
+            found.append(f"RoPE {model.rope.describe()} instead of {self.rope.describe()}")
         if model.rms_norm_eps != self.rms_norm_eps:
             eps = f"{model.rms_norm_eps:g} instead of {self.rms_norm_eps:g}"
             found.append(f"model.rms_norm_eps {eps}")
@@ -136,8 +199,8 @@ class LlamaConfig(BaseModel):
             found.append(f"{run.attention.kind} attention instead of {self.attention.kind}")
         elif run.attention != self.attention and self.attention.kind != "dense":
             found.append(f"other settings of {self.attention.kind} attention")
-        if self.max_positions is not None and context > self.max_positions:
-            found.append(f"context {context:,} instead of at most {self.max_positions:,}")
+        if self.has_window(context):
+            found.append(f"no sliding window of {self.window:,} tokens")
         return found
 
 
@@ -152,35 +215,61 @@ def cache_root(folder: Path) -> Path:
     return parents[1] if is_cached and parents[1].name.startswith("models--") else folder
 
 
-def read_llama_config(folder: Path) -> LlamaConfig:
+def read_folder_config(folder: Path) -> FolderConfig:
     """Read and check a folder's config.json; UserError lists everything that is not supported."""
     path = folder / CONFIG
     fields = read_json_object(path, MAX_BYTES, within=cache_root(folder))
-    fields = {key: value for key, value in fields.items() if value is not None}  # null: not set
-    if (kind := fields.get("model_type")) != "llama":  # the fields of others mean other things
+    family = fields.get("model_type")
+    if not isinstance(family, str) or family not in DEFAULTS:  # its fields mean other things
+        only = ", ".join(f'"{known}"' for known in DEFAULTS)
         raise UserError(
-            f"{path}: model_type = {shown(kind)} is not supported, only "
-            '"llama": use a Llama model for train.init_from'
+            f"{path}: model_type = {shown(family)} is not supported, only {only}: use a model of "
+            "one of these families"
         )
-    problems = [*_unsupported(fields), *_rope_problems(fields), *_head_dim_problems(fields)]
-    values = {**fields, "rope_theta": _rope_thetas(fields)[0]}
+    fields = {**DEFAULTS[family], **fields}
+    fields = {key: value for key, value in fields.items() if value is not None}  # null: not set
+    rope, problems = read_rope(fields, fields.get("max_position_embeddings"))
+    values = {**fields, **rope, **_windows(family, fields)}
+    values["activation"] = _activation(family, fields)
     values.setdefault("num_key_value_heads", fields.get("num_attention_heads", 1))
+    hidden, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+    if isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+        values.setdefault("head_dim", hidden // heads)
+    problems += [*_unsupported(family, fields), *_window_problems(family, fields)]
     values["attention"], wrong = read_attention(fields.get("longspan", DENSE))
     problems += wrong
     try:
-        config = LlamaConfig.model_validate(values)
+        config = FolderConfig.model_validate(values)
     except ValidationError as error:
         problems += _described(error)
     if problems:
         raise UserError(
             "\n".join(
                 [
-                    f"{path} describes a model that cannot initialise this decoder:",
+                    f"{path} describes a model that this decoder does not compute:",
                     *(f"    {problem}" for problem in problems),
                 ]
             )
         )
     return config
+
+
+def _activation(family: str, fields: Mapping[str, Any]) -> str:
+    name = fields.get("hidden_act", "silu")
+    if family == "gemma" and name == "gelu":  # by which transformers means the approximation
+        name = "gelu_pytorch_tanh"
+    return ACTIVATIONS.get(name, "") if isinstance(name, str) else ""
+
+
+def _windows(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The sliding window, and the layers that have it."""
+    is_qwen = family in ("qwen2", "qwen3")
+    has_window = fields.get("use_sliding_window", False) if is_qwen else family == "mistral"
+    return {
+        "window": fields.get("sliding_window") if has_window else None,
+        "first_window_layer": fields.get("max_window_layers", 0) if is_qwen else 0,
+        "layer_types": fields.get("layer_types") if is_qwen else None,
+    }
 
 
 def read_attention(table: object) -> tuple[Attention, list[str]]:
@@ -207,7 +296,7 @@ def _described(error: ValidationError, *within: str) -> list[str]:
     return found
 
 
-def _unsupported(fields: Mapping[str, Any]) -> Iterator[str]:
+def _unsupported(family: str, fields: Mapping[str, Any]) -> Iterator[str]:
     for name, value in fields.items():
         if name in SUPPORTED:
             if value not in SUPPORTED[name]:
@@ -219,52 +308,36 @@ def _unsupported(fields: Mapping[str, Any]) -> Iterator[str]:
                 f"{plain} = {shown(value)} is an unknown field: remove it from {CONFIG} if it does "
                 "not change what the model computes"
             )
-    layer_types = fields.get("layer_types", [])
-    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
-        yield (
-            f'layer_types = {shown(layer_types)} is not supported, only "full_attention": use '
-            "another model"
-        )
+    for name, families in BIASES.items():
+        if fields.get(name, False) is not False and family not in families:
+            text = f"{name} = {shown(fields[name])} is not supported with model_type"
+            yield f'{text} = "{family}", only false: use another model'
+    if not _activation(family, fields):
+        only = " or ".join(f'"{name}"' for name in ACTIVATIONS)
+        text = f"hidden_act = {shown(fields.get('hidden_act'))} is not supported, only {only}"
+        yield f"{text}: use another model"
 
 
-def _rope_problems(fields: Mapping[str, Any]) -> Iterator[str]:
-    for table in ROPE_FIELDS:
-        rope = fields.get(table, {})
-        if not isinstance(rope, dict):
-            yield f"{table}: expected a table, got {shown(rope)}"
-            continue
-        kind = rope.get("rope_type", rope.get("type", "default"))
-        if kind != "default":
-            yield (
-                f"{table} with rope_type = {shown(kind)} is not supported, only "
-                '"default": use a model without RoPE scaling'
-            )
-            continue
-        for name, value in rope.items():
-            is_default = name == "partial_rotary_factor" and value == 1
-            known = name in ("rope_type", "type", "rope_theta") or is_default or value is None
-            if not known:
-                yield f"{table}.{name} = {shown(value)} is not supported: use another model"
-    thetas = _rope_thetas(fields)
-    if any(theta != thetas[0] for theta in thetas):
-        yield f"rope_theta has several values: {', '.join(map(shown, thetas))}; keep one"
-
-
-def _rope_thetas(fields: Mapping[str, Any]) -> list[Any]:
-    """The values of rope_theta in all its places; the default of transformers if there is none."""
-    tables = [fields, *(fields.get(name) for name in ROPE_FIELDS)]
-    found = [table.get("rope_theta") for table in tables if isinstance(table, dict)]
-    return [theta for theta in found if theta is not None] or [10_000.0]
-
-
-def _head_dim_problems(fields: Mapping[str, Any]) -> Iterator[str]:
-    head_dim, hidden, heads = (
-        fields.get(name) for name in ("head_dim", "hidden_size", "num_attention_heads")
-    )
-    if head_dim is None or not isinstance(hidden, int) or not isinstance(heads, int) or heads < 1:
-        return
-    if not isinstance(head_dim, int) or head_dim * heads != hidden:
-        yield (
-            f"head_dim = {shown(head_dim)} is not supported, only hidden_size / "
-            f"num_attention_heads = {shown(hidden)} / {heads}: use another model"
-        )
+def _window_problems(family: str, fields: Mapping[str, Any]) -> Iterator[str]:
+    window, types = fields.get("sliding_window"), fields.get("layer_types", [])
+    if family in ("llama", "gemma"):
+        known = ["full_attention"]
+        for name in ("sliding_window", "use_sliding_window", "max_window_layers"):
+            if value := fields.get(name):
+                text = f"{name} = {shown(value)} is not supported with model_type"
+                yield f'{text} = "{family}", only null: use another model'
+    elif family == "mistral":  # has the window in all layers or in none
+        known = ["full_attention" if window is None else "sliding_attention"]
+    else:
+        known = ["full_attention"]
+        uses = fields.get("use_sliding_window", False)
+        if not isinstance(uses, bool):
+            yield f"use_sliding_window: expected true or false, got {shown(uses)}"
+        elif uses and window is not None:
+            known.append("sliding_attention")
+    layers = fields.get("num_hidden_layers")
+    if not isinstance(types, list) or any(kind not in known for kind in types):
+        only = " or ".join(f'"{kind}"' for kind in known)
+        yield f"layer_types = {shown(types)} is not supported, only {only}: use another model"
+    elif "layer_types" in fields and len(types) != layers:
+        yield f"layer_types has {len(types)} entries, but num_hidden_layers = {shown(layers)}"

@@ -51,7 +51,15 @@ FOLLOWING = ("segment_lengths", "dilation_rates")
 
 LEARNING_RATES = {"tiny": 2.5e-3, "125m": 6e-4, "350m": 3e-4, "1.3b": 2e-4, "7b": 1.2e-4}
 LEARNING_RATES |= {"13b": 1e-4, "65b": 8e-5, "70b": 8e-5, "175b": 6e-5}
-"""From 125m on those of GPT-3 (Brown et al. 2020, table 2.1); of 65b and 70b between its sizes."""
+LEARNING_RATES |= {"llama2-7b": 1.2e-4, "llama3-8b": 1.2e-4, "llama3-70b": 8e-5}
+LEARNING_RATES |= {"llama3.1-8b": 1.2e-4, "llama3.2-1b": 2e-4, "mistral-7b": 1.2e-4}
+LEARNING_RATES |= {
+    "qwen2.5-7b": 1.2e-4,
+    "qwen3-0.6b": 2.5e-4,
+    "qwen3-8b": 1.2e-4,
+    "qwen3-32b": 1e-4,
+}
+"""From 125m on those of GPT-3 (Brown et al. 2020, table 2.1), of the nearest size."""
 
 STATE_BYTES = 16
 """Bytes per parameter of fp32 weights, gradients and two Adam moments."""

@@ -1,7 +1,7 @@
 """Named model sizes, and the branches of their dilated attention.
 
-`config.Model` fills in `kv_heads` (equal to `heads`) and `ffn` (8/3 of `hidden`, rounded up to a
-multiple of 128).
+`config.Model` fills in `kv_heads` (equal to `heads`), `head_dim` (hidden / heads) and `ffn` (8/3 of
+`hidden`, rounded up to a multiple of 128).
 """
 
 from __future__ import annotations
@@ -27,6 +27,50 @@ MODELS: dict[str, dict[str, Any]] = {
         "tie_embeddings": False,
     },
     "175b": {"layers": 96, "hidden": 12288, "heads": 96, "vocab": 50304, "tie_embeddings": False},
+}
+
+
+def _hugging_face(
+    family: str,
+    shape: tuple[int, int, int, int, int],
+    vocab: int,
+    theta: float,
+    eps: float,
+    **more: Any,
+) -> dict[str, Any]:
+    """A model as its config.json describes it; `shape`: layers, hidden, heads, kv_heads, ffn."""
+    names = ("layers", "hidden", "heads", "kv_heads", "ffn")
+    values = {"vocab": vocab, "tie_embeddings": False, "rope_theta": theta, "rms_norm_eps": eps}
+    return {"family": family, **dict(zip(names, shape, strict=True)), **values, **more}
+
+
+def _llama3(factor: float) -> dict[str, Any]:
+    return {"type": "llama3", "factor": factor, "original_context": 8192}
+
+
+MODELS |= {
+    "llama2-7b": _hugging_face("llama", (32, 4096, 32, 32, 11008), 32000, 1e4, 1e-5),
+    "llama3-8b": _hugging_face("llama", (32, 4096, 32, 8, 14336), 128256, 5e5, 1e-5),
+    "llama3-70b": _hugging_face("llama", (80, 8192, 64, 8, 28672), 128256, 5e5, 1e-5),
+    "llama3.1-8b": _hugging_face(
+        "llama", (32, 4096, 32, 8, 14336), 128256, 5e5, 1e-5, rope=_llama3(8.0)
+    ),
+    "llama3.2-1b": _hugging_face(
+        "llama",
+        (16, 2048, 32, 8, 8192),
+        128256,
+        5e5,
+        1e-5,
+        rope=_llama3(32.0),
+        tie_embeddings=True,
+    ),
+    "mistral-7b": _hugging_face("mistral", (32, 4096, 32, 8, 14336), 32768, 1e6, 1e-5),
+    "qwen2.5-7b": _hugging_face("qwen2", (28, 3584, 28, 4, 18944), 152064, 1e6, 1e-6),
+    "qwen3-0.6b": _hugging_face(
+        "qwen3", (28, 1024, 16, 8, 3072), 151936, 1e6, 1e-6, head_dim=128, tie_embeddings=True
+    ),
+    "qwen3-8b": _hugging_face("qwen3", (36, 4096, 32, 8, 12288), 151936, 1e6, 1e-6, head_dim=128),
+    "qwen3-32b": _hugging_face("qwen3", (64, 5120, 64, 8, 25600), 151936, 1e6, 1e-6, head_dim=128),
 }
 
 SEGMENTS = {name: 256 if name == "tiny" else 2048 for name in MODELS}

@@ -22,6 +22,7 @@ from longspan.config import (
     Layout,
     Model,
     Profile,
+    Rope,
     Section,
     Sketch,
     Track,
@@ -43,25 +44,67 @@ Problems = Iterator[Problem]
 
 def _model_rules(model: Model) -> Problems:
     hidden, heads = model.hidden, model.heads
-    if hidden % heads:
+    if model.head_dim == 0 and hidden % heads:
         above = math.ceil(hidden / heads / 2) * heads * 2
         yield Problem(
             "model.heads",
-            f"{heads} does not divide model.hidden = {hidden}: "
-            f"use {_largest_divisor(hidden, heads)}, or set model.hidden = {above}",
+            f"{heads} does not divide model.hidden = {hidden}: use "
+            f"{_largest_divisor(hidden, heads)}, or set model.hidden = {above} or model.head_dim",
         )
-    elif model.head_dim % 2:
+    elif model.head_dim * heads == hidden and model.head_dim % 2:
         yield Problem(
             "model.heads",
             f"hidden / heads = {model.head_dim} must be even for RoPE: "
             f"change model.heads = {heads} or model.hidden = {hidden}",
         )
+    elif model.head_dim == 0 or model.head_dim % 2:
+        message = f"must be positive and even for RoPE, got {model.head_dim}"
+        yield Problem("model.head_dim", f"{message}: use {max(2, model.head_dim + 1)}")
     if heads % model.kv_heads:
         yield Problem(
             "model.kv_heads",
             f"{model.kv_heads} does not divide model.heads = {heads}: "
             f"use {_largest_divisor(heads, model.kv_heads)}",
         )
+
+
+BIASES = {"attention_bias": ("llama", "qwen3", "gemma"), "mlp_bias": ("llama",)}
+"""The families whose models may have each kind of bias."""
+
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_context"),
+    "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", "original_context", "beta_fast", "beta_slow"),
+        *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""The keys of [model.rope] that have an effect, by its type."""
+
+
+def _family_rules(model: Model) -> Problems:
+    for key, families in BIASES.items():
+        if getattr(model, key) and model.family not in families:
+            *others, last = (f'"{family}"' for family in families)
+            names = " or ".join(filter(None, [", ".join(others), last]))
+            message = f'true is not supported with model.family = "{model.family}"'
+            yield Problem(f"model.{key}", f"{message}: use false, or the family {names}")
+    rope, default = model.rope, Rope()
+    for key in Rope.model_fields:
+        is_used = key == "type" or key in ROPE_KEYS[rope.type]
+        if not is_used and getattr(rope, key) != getattr(default, key):
+            message = f'has no effect with model.rope.type = "{rope.type}": remove it'
+            yield Problem(f"model.rope.{key}", message)
+    if "original_context" in ROPE_KEYS[rope.type] and rope.original_context is None:
+        message = f'is required by model.rope.type = "{rope.type}"'
+        yield Problem("model.rope.original_context", f"{message}: set the context before scaling")
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        below, above = getattr(rope, low), getattr(rope, high)
+        if below >= above:
+            message = f"{above:g} must be greater than model.rope.{low} = {below:g}: change one"
+            yield Problem(f"model.rope.{high}", message)
 
 
 def _largest_divisor(number: int, limit: int) -> int:
@@ -440,6 +483,7 @@ RULES: tuple[Callable[..., Problems], ...] = (
 )
 DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     _model_rules,
+    _family_rules,
     _sketch_rules,
     attention_rules,
     _init_from_rules,

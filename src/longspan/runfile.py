@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, get_args, get_origin
@@ -17,7 +17,7 @@ from longspan import presets
 from longspan.builtin import follow, read_builtin
 from longspan.config import AXES, DILATED, Data, Model, Run, Section
 from longspan.errors import UserError
-from longspan.hf_config import LlamaConfig, read_llama_config
+from longspan.from_folder import fill_from_folder, folder_key
 from longspan.locking import LOCK
 from longspan.rules import Problem, check_rules
 from longspan.toml import tomllib
@@ -72,8 +72,7 @@ def load_run(
     tables = _override(base, changes)
     if path is None:
         given = {".".join(keys) for keys in changes}
-        if "model.vocab" not in given:
-            _drop_builtin_vocab(tables)
+        _drop_builtin_model(tables, given)
         tables = follow(tables, given, world)
     replaced = {
         (section, key): table[key]
@@ -96,10 +95,10 @@ def parse_run(
     """
     problems = _problems_of_factory(tables)
     if problems is None:
-        tables, weights, problems = _fill_from_weights(_fill_branches(dict(tables)))
-        tables = _fill_vocab(tables)
+        tables, folder, problems = fill_from_folder(dict(tables))
+        tables = _fill_vocab(_fill_branches(tables))
     else:
-        weights = None
+        folder = None
     problems += [
         Problem(key, f"unknown section{_suggest_section(key)}")
         for key in tables
@@ -122,8 +121,9 @@ def parse_run(
             otherwise = _without_wrong_keys(key, table, details, replaced or {})
             problems += [_explain(key, detail, otherwise, replaced or {}) for detail in details]
     problems += check_rules(sections, world)
-    if weights and isinstance(model := sections.get("model"), Model):
-        problems += [Problem(path, text) for path, text in weights.disagreements(model).items()]
+    if folder and isinstance(model := sections.get("model"), Model):
+        differing = folder.disagreements(model, folder_key(tables))
+        problems += [Problem(path, text) for path, text in differing.items()]
     if problems:
         raise UserError(_render(name, problems))
     return Run(**sections)  # type: ignore[arg-type]
@@ -201,28 +201,6 @@ def _fill_branches(tables: dict[str, Any]) -> dict[str, Any]:
     return {**tables, "attention": {**branches, **attention}}
 
 
-def _fill_from_weights(
-    tables: dict[str, Any],
-) -> tuple[dict[str, Any], LlamaConfig | None, list[Problem]]:
-    """Give [model] what it does not set of the model in train.init_from; also return its config.
-
-    A saved run file sets all of it, so a resumed run does not need that folder.
-    """
-    model, train = tables.get("model", {}), tables.get("train", {})
-    if not isinstance(model, Mapping) or not isinstance(train, Mapping):
-        return tables, None, []
-    folder = train.get("init_from")
-    keys = ("rope_theta", "rms_norm_eps", "vocab")
-    if not isinstance(folder, str) or not folder or all(key in model for key in keys):
-        return tables, None, []
-    try:
-        config = read_llama_config(Path(folder))
-    except UserError as error:
-        return tables, None, [Problem("train.init_from", str(error))]
-    filled = {**{key: getattr(config, key) for key in keys}, **model}
-    return {**tables, "model": filled}, config, []
-
-
 def _fill_vocab(tables: dict[str, Any]) -> dict[str, Any]:
     """Give a [model] without vocab that of the tokenizer of the data, if it is there to be read."""
     model, data = tables.get("model", {}), tables.get("data", {})
@@ -235,13 +213,25 @@ def _fill_vocab(tables: dict[str, Any]) -> dict[str, Any]:
     return {**tables, "model": {**model, "vocab": rounded_vocab(vocab)}}
 
 
-def _drop_builtin_vocab(tables: dict[str, Any]) -> None:
-    """Remove the vocabulary of the built-in text from a built-in run with other data or weights."""
-    model, data, train = (tables.get(section) for section in ("model", "data", "train"))
-    if not (isinstance(model, dict) and isinstance(data, dict) and isinstance(train, dict)):
+def _drop_builtin_model(tables: dict[str, Any], given: Collection[str]) -> None:
+    """Remove what a built-in run says of its model if other data or a folder decides that.
+
+    Keys in `given` (section.key) are the user's and stay.
+    """
+    model, data = tables.get("model"), tables.get("data")
+    if not (isinstance(model, dict) and isinstance(data, dict)):
         return
-    if is_folder(data.get("source")) or train.get("init_from"):
+    if folder_key(tables):
+        for section in ("model", "attention"):
+            if isinstance(table := tables.get(section), dict):
+                for key in [key for key in table if not _is_given(f"{section}.{key}", given)]:
+                    del table[key]
+    elif is_folder(data.get("source")) and "model.vocab" not in given:
         model.pop("vocab", None)
+
+
+def _is_given(path: str, given: Collection[str]) -> bool:
+    return any(key == path or key.startswith(f"{path}.") for key in given)
 
 
 def check_run_folder(run_dir: Path, *, resume: bool) -> None:

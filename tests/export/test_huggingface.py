@@ -21,11 +21,12 @@ from longspan.checkpoint import load
 from longspan.cli import main
 from longspan.errors import UserError
 from longspan.export import huggingface
-from longspan.hf_config import read_llama_config
+from longspan.hf_config import KEYS, read_folder_config
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.trained import load_trained
 from longspan.training import train
+from longspan.wording import toml_value
 from tests.harness import Ranks
 from tests.parallel.test_apply import run_of
 from tests.steps import open_state
@@ -184,7 +185,7 @@ def test_a_resumed_run_does_not_need_the_folder_of_its_weights(
     run = run_of(1, *options)
     assert (run.model.rope_theta, run.model.rms_norm_eps) == (2e6, 0.1)
     train(run, run_dir)
-    said = "; model.rope_theta 2e+06 instead of 500000; context 64 instead of at most 32\n"
+    said = "; context 64 instead of at most 32; RoPE theta 2,000,000 instead of 500,000\n"
     assert f"initialised from {llama}{said}" in capsys.readouterr().err.replace("  ", " ")
     shutil.rmtree(llama)
     saved = load_run(run_dir / "run.toml", ["train.steps=2"])
@@ -195,16 +196,43 @@ def test_a_resumed_run_does_not_need_the_folder_of_its_weights(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_type": "mistral"}, 'model_type = "mistral" is not supported, only "llama"'),
-        ({"attention_bias": True}, "attention_bias = true is not supported, only false"),
-        ({"mlp_bias": True}, "mlp_bias = true is not supported, only false"),
-        ({"hidden_act": "gelu"}, 'hidden_act = "gelu" is not supported, only "silu" or "swish"'),
+        ({"model_type": "opt"}, 'model_type = "opt" is not supported, only "llama", "mistral"'),
+        ({"model_type": ["llama"]}, 'model_type = ["llama"] is not supported, only "llama"'),
         (
-            {"head_dim": 16},
-            "head_dim = 16 is not supported, only hidden_size / num_attention_heads",
+            {"model_type": "qwen2", "attention_bias": True},
+            'attention_bias = true is not supported with model_type = "qwen2", only false',
         ),
-        ({"head_dim": 16, "hidden_size": 10**400}, "head_dim = 16 is not supported"),
-        ({"sliding_window": 4096}, "sliding_window = 4096 is not supported, only null"),
+        (
+            {"model_type": "mistral", "mlp_bias": 1},
+            'mlp_bias = 1 is not supported with model_type = "mistral", only false',
+        ),
+        ({"mlp_bias": 1}, "mlp_bias: Input should be a valid boolean, got 1"),
+        ({"hidden_act": "gelu_new"}, 'hidden_act = "gelu_new" is not supported, only "silu" or'),
+        ({"hidden_act": ["silu"]}, 'hidden_act = ["silu"] is not supported, only "silu" or'),
+        ({"head_dim": 7}, "must be positive and even for RoPE, got 7"),
+        ({"hidden_size": 10**400}, "hidden_size: Input should be less than or equal to"),
+        (
+            {"sliding_window": 4096},
+            'sliding_window = 4096 is not supported with model_type = "llama", only null',
+        ),
+        (
+            {"model_type": "mistral", "sliding_window": 32},
+            "has layers with sliding_window = 32, which is not supported with data.context = 64",
+        ),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 32}
+            | {"max_window_layers": 1},
+            "has layers with sliding_window = 32, which is not supported with data.context = 64",
+        ),
+        (
+            {"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]},
+            '"sliding_attention"] is not supported, only "full_attention"',
+        ),
+        ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": "no"},
+            'use_sliding_window: expected true or false, got "no"',
+        ),
         ({"layer_types": ["sliding_attention"] * 2}, 'not supported, only "full_attention"'),
         ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported, only 1"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1 is not supported, only 0"),
@@ -219,12 +247,28 @@ def test_a_resumed_run_does_not_need_the_folder_of_its_weights(
             "use_rope = false is an unknown field: remove it from config.json if",
         ),
         (
-            {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            'rope_scaling with rope_type = "llama3" is not supported, only "default"',
+            {"rope_scaling": {"rope_type": "longrope", "factor": 8.0}},
+            'rope_scaling with rope_type = "longrope" is not supported, only "default", "linear"',
         ),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2}},
-            'rope_type = "linear" is not supported',
+            {"rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+            "rope_parameters and rope_scaling disagree: keep one",
+        ),
+        (
+            {"rope_parameters": {"type": "linear"}},
+            'rope_parameters.factor is missing: rope_type = "linear" needs it',
+        ),
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 2, "beta_fast": 3}},
+            "rope_parameters.beta_fast = 3 is not supported: use another model",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "factor": 0.5}},
+            "rope.factor: Input should be greater than or equal to 1, got 0.5",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            "rope_parameters.full_attention = ",
         ),
         (
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
@@ -252,32 +296,48 @@ def test_what_this_decoder_does_not_compute_is_refused(
 ) -> None:
     save_llama(tmp_path)
     edit_config(tmp_path, **fields)
+    options = [*SHAPE[:-1], "model.kv_heads=2", "train.global_batch=2"]
     with pytest.raises(UserError, match=re.escape(message)):
-        run_of(1, *DENSE, *SHAPE, f"train.init_from={tmp_path}")
+        load_run(None, [*options, "data.context=64", f"train.init_from={tmp_path}"])
 
 
 def test_every_field_that_transformers_writes_is_known(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    transformers.LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
-    edit_config(tmp_path, **transformers.LlamaConfig().to_dict())
-    edit_config(tmp_path, rope_scaling=None, torch_dtype="bfloat16", use_cache=True)
-    config = read_llama_config(tmp_path)
-    assert (config.layers, config.kv_heads, config.rope_theta) == (32, 32, 10_000.0)
+    for name in ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma"):
+        default = getattr(transformers, f"{name}Config")()
+        default.architectures = [f"{name}ForCausalLM"]
+        default.save_pretrained(tmp_path)
+        edit_config(tmp_path, **default.to_dict())
+        edit_config(tmp_path, rope_scaling=None, torch_dtype="bfloat16", use_cache=True)
+        written = read_folder_config(tmp_path)
+        # What is missing has the value that transformers gives it.
+        fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        required = {field: getattr(default, field) for field in (*fields, "num_attention_heads")}
+        given = json.dumps({**required, "model_type": default.model_type})
+        (tmp_path / "config.json").write_text(given)
+        assert read_folder_config(tmp_path).model_keys() == written.model_keys()
 
 
 def test_all_shapes_that_disagree_are_refused_at_once(tmp_path: Path) -> None:
     save_llama(tmp_path)
     given = [f"train.init_from={tmp_path}", "model.layers=3", "model.sub_layer_norm=true"]
+    given += ["model.ffn=128", "model.tie_embeddings=true", "model.family=qwen3"]
     with pytest.raises(UserError) as raised:
         run_of(1, *DENSE, *given)
     text = str(raised.value)
     assert "3 is not the 2 of train.init_from: set model.layers=2" in text
     assert "128 is not the 48 of train.init_from: set model.ffn=48" in text
     assert "true is not the false of train.init_from: set model.tie_embeddings=false" in text
-    assert "Llama has no such norms" in text
+    assert "its model has no such norms" in text
+    assert '"qwen3" is not the "llama" of train.init_from: set model.family="llama"' in text
     # With everything set in the run file the folder is read when the run starts.
-    complete = ["model.rope_theta=1e4", "model.rms_norm_eps=1e-6", "model.vocab=512"]
-    run = run_of(1, *DENSE, *given, *complete)
+    table = run_of(1, *DENSE).model.model_dump()
+    complete = [
+        f"model.{key}={toml_value(value)}" for key, value in table.items() if key in KEYS[:-4]
+    ]
+    complete += ["model.rope_theta=1e4", "model.max_positions=64", "model.rms_norm_eps=1e-6"]
+    complete += ["model.rope.type=default"]
+    run = run_of(1, *DENSE, *complete, *given, "model.vocab=512")
     with pytest.raises(UserError, match=r"model\.vocab = 512 is not the 256 of train\.init_from"):
         train(run, tmp_path / "run")
     assert not (tmp_path / "run").exists()

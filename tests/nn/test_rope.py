@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 
 from longspan.config import Model
-from longspan.nn import apply_rope, rope_table
+from longspan.nn import RotaryEmbedding, apply_rope
 
 
 def test_equals_complex_rotation() -> None:
     x = torch.randn(2, 9, 3, 8, dtype=torch.float64)
     positions = torch.arange(5, 14)
-    found = apply_rope(x.float(), rope_table(positions, 8, 100.0)).double()
+    found = apply_rope(x.float(), RotaryEmbedding(8, 100.0).table(positions)).double()
     frequencies = 100.0 ** (-torch.arange(4, dtype=torch.float64) / 4)
     rotation = torch.polar(torch.ones(9, 4, dtype=torch.float64), positions[:, None] * frequencies)
     expected = torch.complex(x[..., :4], x[..., 4:]) * rotation[:, None]
@@ -24,7 +24,7 @@ def test_scores_depend_only_on_relative_position() -> None:
     q, k = torch.randn(1, 1, 1, 16), torch.randn(1, 1, 1, 16)
 
     def score(at_q: int, at_k: int) -> float:
-        tables = [rope_table(torch.tensor([p]), 16, 1e4) for p in (at_q, at_k)]
+        tables = [RotaryEmbedding(16, 1e4).table(torch.tensor([p])) for p in (at_q, at_k)]
         return float((apply_rope(q, tables[0]) * apply_rope(k, tables[1])).sum())
 
     assert abs(score(7, 3) - score(100_004, 100_000)) < 1e-4

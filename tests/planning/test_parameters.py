@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
+from longspan.costs import count_parameters
 from longspan.models import new_decoder, parameter_shapes
 from longspan.planning import memory_per_rank
 from longspan.planning.counting import counted_parameters
@@ -22,6 +25,8 @@ SMALL = [
 ]
 MLP_LOW_RANK = ["model.linear=low_rank", "model.sketch.layers=blocks.*.mlp.*"]
 BY_BLOCK = ['model.sketch.ranks={"blocks.1.*"=3,"blocks.2.mlp.*"=0}', "model.sketch.terms=2"]
+QWEN3 = ["model.family=qwen3", "model.head_dim=24", "model.kv_heads=2"]
+BIASES = ["model.attention_bias=true", "model.mlp_bias=true"]
 
 
 @pytest.mark.parametrize(
@@ -41,6 +46,10 @@ BY_BLOCK = ['model.sketch.ranks={"blocks.1.*"=3,"blocks.2.mlp.*"=0}', "model.ske
         (8, ["layout.pipeline=2", "layout.tensor=2", "model.tie_embeddings=false"]),
         (4, ["layout.pipeline=2", "layout.schedule=zbv", "model.linear=low_rank"]),
         (2, ["layout.pipeline=2", "layout.schedule=interleaved", "model.linear=sketched"]),
+        (4, ["layout.tensor=2", *QWEN3]),
+        (4, ["layout.tensor=2", "model.family=qwen2", "model.linear=sketched"]),
+        (4, ["layout.tensor=2", *BIASES]),
+        (2, ["layout.tensor=2", *BIASES, *MLP_LOW_RANK]),
     ],
     ids=str,
 )
@@ -56,9 +65,12 @@ def test_ranks_hold_what_the_arithmetic_says(gpus: int, options: list[str]) -> N
         assert split.sign_bytes(split.degrees.coordinates(rank)[0]) == counted.signs
 
 
-def test_shapes_are_those_of_the_model() -> None:
-    run = load_run(None, [*SMALL, "model.linear=sketched", "model.sub_layer_norm=true", *BY_BLOCK])
+@pytest.mark.parametrize("family", [[], QWEN3, ["model.family=qwen2"], BIASES], ids=str)
+def test_shapes_are_those_of_the_model(family: list[str]) -> None:
+    sketched = ["model.linear=sketched", "model.sub_layer_norm=true", *BY_BLOCK]
+    run = load_run(None, [*SMALL, *sketched, *family])
     shapes = parameter_shapes(new_decoder(run))
+    assert count_parameters(run.model) == sum(map(math.prod, shapes.values()))
     for block in range(5):
         prefix = f"blocks.{block}."
         found = {n.removeprefix(prefix): s for n, s in shapes.items() if n.startswith(prefix)}

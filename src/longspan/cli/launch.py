@@ -207,6 +207,7 @@ def _name_of(file: Path) -> str:
 
 PATHS = (
     "data.source",
+    "model.from",
     "train.init_from",
     "checkpoint.key_file",
     "engine.accelerate_config",

@@ -1,8 +1,8 @@
-"""Export to and import from the Hugging Face Llama format: weights, configuration and tokenizer.
+"""Export to and import from Hugging Face folders: weights, configuration and tokenizer.
 
-The decoder with dense attention is a Llama: RMSNorm, RoPE on half-splits, SwiGLU and grouped-query
-attention. With another attention pattern the weights have the same shapes. `config.json` records
-the pattern under "longspan", and names the attention that `longspan.hf` registers.
+The decoder with dense attention is a model of the family `model.family`. With another attention
+pattern the weights have the same shapes. `config.json` records the pattern under "longspan", and
+names the attention that `longspan.hf` registers.
 """
 
 from __future__ import annotations
@@ -32,9 +32,10 @@ from longspan.checkpoint import (
 )
 from longspan.config import Run
 from longspan.errors import UserError
+from longspan.export.config_json import hf_config, hf_name
 from longspan.export.tokenizer import special_ids, tokenizer_of, write_tokenizer
 from longspan.files import atomic_folder, open_safetensors, read_json_object
-from longspan.hf_config import cache_root, read_llama_config
+from longspan.hf_config import cache_root, read_folder_config
 from longspan.models import new_decoder, parameter_shapes
 from longspan.runfile import load_run, saved_run_file
 from longspan.sketching import to_dense
@@ -49,59 +50,6 @@ DTYPES = ("F64", "F32", "F16", "BF16")
 """What weights may be stored in, by safetensors' names."""
 MAX_PROBLEMS = 20
 """Problems of a folder of weights that are listed."""
-
-HF_MODULES = {
-    "embedding": "model.embed_tokens",
-    "norm": "model.norm",
-    "head": "lm_head",
-    "attention_norm": "input_layernorm",
-    "attention.query": "self_attn.q_proj",
-    "attention.key": "self_attn.k_proj",
-    "attention.value": "self_attn.v_proj",
-    "attention.out": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-}
-
-
-def hf_name(name: str) -> str:
-    """Translate a name: blocks.3.mlp.up.weight is model.layers.3.mlp.up_proj.weight."""
-    match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.weight", name)
-    assert match is not None, name
-    layer, module = match.groups()
-    prefix = "" if layer is None else f"model.layers.{layer}."
-    return f"{prefix}{HF_MODULES[module]}.weight"
-
-
-def hf_config(run: Run, ids: dict[str, int | None]) -> dict[str, Any]:
-    """The config.json of a LlamaForCausalLM; `ids` are those of special tokens."""
-    model = run.model
-    config: dict[str, Any] = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": model.vocab,
-        "hidden_size": model.hidden,
-        "intermediate_size": model.ffn,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "num_key_value_heads": model.kv_heads,
-        "head_dim": model.head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": run.data.context,
-        "rms_norm_eps": model.rms_norm_eps,
-        "rope_theta": model.rope_theta_for(run.data.context),
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": model.tie_embeddings,
-        "torch_dtype": "float32",
-        **ids,
-    }
-    config["longspan"] = {"attention": run.attention.model_dump(mode="json")}
-    if run.attention.kind != "dense":  # so that transformers does not compute dense attention
-        config["attn_implementation"] = "longspan"
-    return config
 
 
 @dataclass(frozen=True)
@@ -125,7 +73,9 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, key_file: str =
     """
     run = load_run(saved_run_file(run_dir), world=None)
     if run.model.sub_layer_norm:
-        raise UserError("model.sub_layer_norm = true cannot be exported: Llama has no such norms")
+        raise UserError(
+            "model.sub_layer_norm = true cannot be exported: transformers has no such model"
+        )
     folder = run_dir / CHECKPOINTS
     path = latest(folder) if step is None else checkpoint_path(folder, step)
     if path is None or not path.is_dir():
@@ -206,12 +156,12 @@ def _write_shard(folder: Path, number: int, tensors: dict[str, Tensor]) -> None:
 
 
 def weight_reader(folder: Path, run: Run) -> Callable[[str, Region], Tensor]:
-    """A function that reads regions of a Hugging Face Llama's weights, by our names.
+    """A function that reads regions of the weights in a Hugging Face folder, by our names.
 
     It is checked first that the folder holds exactly the run's model: config.json, and the name,
     shape and dtype of every tensor.
     """
-    config = read_llama_config(folder)
+    config = read_folder_config(folder)
     problems = [f"{key} = {text}" for key, text in config.disagreements(run.model).items()]
     files: dict[str, Any] = {}
     if not problems:  # otherwise every shape differs

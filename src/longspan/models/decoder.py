@@ -17,13 +17,13 @@ from longspan.config import Model, Run
 from longspan.costs import linear_sizes, rank_of
 from longspan.errors import UserError
 from longspan.nn import (
+    GatedMLP,
     MakeLinear,
     RMSNorm,
-    SwiGLU,
+    RotaryEmbedding,
     apply_rope,
     cross_entropy_sum,
     logits_of,
-    rope_table,
 )
 from longspan.sketching.layers import LowRankLinear, SKLinear, low_rank_std, seed_of, sketched_std
 
@@ -39,6 +39,8 @@ class SelfAttention(nn.Module):
         self.query = linear("attention.query", model.hidden, q_dim)
         self.key = linear("attention.key", model.hidden, kv_dim)
         self.value = linear("attention.value", model.hidden, kv_dim)
+        self.query_norm = _norm(model, model.head_dim) if model.qk_norm else nn.Identity()
+        self.key_norm = _norm(model, model.head_dim) if model.qk_norm else nn.Identity()
         self.norm = _norm(model, q_dim) if model.sub_layer_norm else nn.Identity()
         self.out = linear("attention.out", q_dim, model.hidden)
 
@@ -48,7 +50,8 @@ class SelfAttention(nn.Module):
         q_BNHD = self.query(x_BNC).unflatten(-1, (-1, self.head_dim))
         k_BNGD = self.key(x_BNC).unflatten(-1, (-1, self.head_dim))
         v_BNGD = self.value(x_BNC).unflatten(-1, (-1, self.head_dim))
-        q_BNHD, k_BNGD = apply_rope(q_BNHD, rope), apply_rope(k_BNGD, rope)
+        q_BNHD = apply_rope(self.query_norm(q_BNHD), rope)
+        k_BNGD = apply_rope(self.key_norm(k_BNGD), rope)
         if cache is None:
             y_BNHD = self.attend(q_BNHD, k_BNGD, v_BNGD, self.pattern, is_causal=True)
         else:
@@ -65,7 +68,7 @@ class Block(nn.Module):
         self.attention = SelfAttention(model, pattern, linear)
         self.mlp_norm = _norm(model, model.hidden)
         sub_layer_norm = _norm(model, model.ffn) if model.sub_layer_norm else None
-        self.mlp = SwiGLU(model.hidden, model.ffn, linear, sub_layer_norm)
+        self.mlp = GatedMLP(model.hidden, model.ffn, linear, sub_layer_norm, model.activation)
 
     def forward(self, x_BNC: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
         x_BNC = x_BNC + self.attention(self.attention_norm(x_BNC), rope, cache)
@@ -74,27 +77,27 @@ class Block(nn.Module):
 
 
 def _norm(model: Model, width: int) -> RMSNorm:
-    return RMSNorm(width, model.rms_norm_eps)
+    return RMSNorm(width, model.rms_norm_eps, model.norm_offset)
 
 
 def _linear(model: Model, block: int, name: str, in_features: int, out_features: int) -> nn.Module:
     """A block's linear layer: dense, low-rank or sketched, as `model` configures it."""
     full_name = f"blocks.{block}.{name}"
     rank = rank_of(model, full_name, in_features, out_features)
+    bias = model.has_bias(name)
     if rank == 0:
-        return nn.Linear(in_features, out_features, bias=False)
+        return nn.Linear(in_features, out_features, bias=bias)
     if model.linear == "low_rank":
-        return LowRankLinear(in_features, out_features, rank, bias=False)
+        return LowRankLinear(in_features, out_features, rank, bias=bias)
     seed = seed_of(model.sketch.seed, full_name)
-    return SKLinear(in_features, out_features, model.sketch.terms, rank, bias=False, seed=seed)
+    return SKLinear(in_features, out_features, model.sketch.terms, rank, bias=bias, seed=seed)
 
 
 class Decoder(nn.Module):
     def __init__(self, model: Model, pattern: Pattern, context: int) -> None:
         super().__init__()
         self.config, self.pattern, self.context = model, pattern, context
-        self.head_dim = model.head_dim
-        self.rope_theta = model.rope_theta_for(context)
+        self.rope = RotaryEmbedding(model.head_dim, model.rope_theta_for(context), model.rope)
         self.positions: Tensor | None = None
         """Positions (tokens,) of this rank's tokens in the sequence, if ranks split it."""
         self.embedding = nn.Embedding(model.vocab, model.hidden)
@@ -131,8 +134,9 @@ class Decoder(nn.Module):
         With `caches` the tokens continue those that the caches hold.
         """
         positions = positions_of(tokens.shape[1], tokens.device, self.positions, caches)
-        rope = rope_table(positions, self.head_dim, self.rope_theta)
-        x_BNC = self.embedding(tokens)
+        is_split = self.positions is not None and not caches
+        rope = self.rope.table(positions, self.context if is_split else None)
+        x_BNC = scaled_embedding(self.embedding, tokens, self.config.embedding_scale)
         for index, block in enumerate(self.blocks):
             x_BNC = block(x_BNC, rope, caches[index] if caches else None)
         out: Tensor = self.norm(x_BNC)
@@ -149,6 +153,12 @@ class Decoder(nn.Module):
             return None
         weight: nn.Parameter = self.head.weight  # type: ignore[assignment]
         return weight
+
+
+def scaled_embedding(embedding: nn.Module, tokens: Tensor, scale: float) -> Tensor:
+    """The embedding of tokens (batch, tokens), times `scale`."""
+    x_BNC: Tensor = embedding(tokens)
+    return x_BNC if scale == 1 else x_BNC * scale
 
 
 def positions_of(
@@ -221,9 +231,11 @@ def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Ten
     out and MLP projections. Sketched and low-rank layers get factors with which their outputs have
     the variance of a dense layer's.
     """
-    if len(shape) == 1:
-        return torch.ones(shape)  # norms
     *_, module, kind = name.split(".")
+    if kind == "bias":
+        return torch.zeros(shape)
+    if len(shape) == 1:  # norms
+        return torch.full(shape, 1 - model.norm_offset)
     if model.sub_layer_norm and module not in ("embedding", "head"):
         gain = 1.0 if module in ("query", "key") else math.sqrt(math.log(2 * model.layers))
         layer = name.split(".", 2)[2].rsplit(".", 1)[0]  # of blocks.3.mlp.up.weight: mlp.up

@@ -1,18 +1,18 @@
 """Layers other than attention."""
 
 from longspan.nn.loss import cross_entropy_sum, logits_of
-from longspan.nn.mlp import MakeLinear, SwiGLU
+from longspan.nn.mlp import GatedMLP, MakeLinear
 from longspan.nn.mode import eval_mode
 from longspan.nn.norm import RMSNorm
-from longspan.nn.rope import apply_rope, rope_table
+from longspan.nn.rope import RotaryEmbedding, apply_rope
 
 __all__ = [
+    "GatedMLP",
     "MakeLinear",
     "RMSNorm",
-    "SwiGLU",
+    "RotaryEmbedding",
     "apply_rope",
     "cross_entropy_sum",
     "eval_mode",
     "logits_of",
-    "rope_table",
 ]

@@ -23,13 +23,23 @@ class RMSNorm(nn.RMSNorm):
     that an FSDP-sharded layer, whose weight is gathered in 16 bits, computes the same. If the
     weight is sharded over ranks, x holds the local features: one element per token is all-reduced
     in forward, and one in backward.
+
+    `offset` is added to the weight.
     """
 
-    def __init__(self, width: int, eps: float) -> None:
+    def __init__(self, width: int, eps: float, offset: float = 0.0) -> None:
         super().__init__(width, eps=eps)
+        self.offset = offset
+        self.weight_group: dist.ProcessGroup | None = None
+        """Ranks that apply the same weight to different heads: its gradient is summed over them."""
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(autocast_dtype(x) or x.dtype).to(x.dtype)
+        weight: Tensor = self.weight
+        if self.weight_group is not None:
+            weight = _SumGradient.apply(weight, self.weight_group)  # type: ignore[no-untyped-call]
+        if self.offset:
+            weight = weight + self.offset
+        weight = weight.to(autocast_dtype(x) or x.dtype).to(x.dtype)
         if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
             group = weight.device_mesh.get_group()
             return self._forward_sharded(x, weight.to_local(), group)
@@ -50,6 +60,19 @@ class _AllReduceSum(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return all_reduce(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grad, ctx.group), None
+
+
+class _SumGradient(torch.autograd.Function):
+    """A tensor that all ranks hold alike and use differently: the gradient is all-reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

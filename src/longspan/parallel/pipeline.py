@@ -22,8 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from longspan.attention import KVCache
 from longspan.models import Decoder
-from longspan.models.decoder import SelfAttention, positions_of
-from longspan.nn import cross_entropy_sum, logits_of, rope_table
+from longspan.models.decoder import SelfAttention, positions_of, scaled_embedding
+from longspan.nn import cross_entropy_sum, logits_of
 from longspan.parallel.dtensor import reduced_grad
 from longspan.parallel.pipeline_schedule import Action, StagePlan, bubble, simple_order
 from longspan.parallel.tensor import residual_split
@@ -92,7 +92,8 @@ class Stage(nn.Module):
         self.blocks = nn.ModuleList(model.blocks[layer] for layer in layers)
         self.norm = model.norm if is_last else None
         self.head = model.head if is_last else None
-        self.head_dim, self.rope_theta = model.head_dim, model.rope_theta
+        self.rope, self.context = model.rope, model.context
+        self.embedding_scale = model.config.embedding_scale
         self.positions, self.forward_context = model.positions, forward_context
 
     def forward(
@@ -105,10 +106,11 @@ class Stage(nn.Module):
         """
         count = x.shape[1] if targets is None else targets.shape[1]
         positions = positions_of(count, x.device, self.positions, caches)
-        rope = rope_table(positions, self.head_dim, self.rope_theta)
+        is_split = self.positions is not None and not caches
+        rope = self.rope.table(positions, self.context if is_split else None)
         with self.forward_context():
             if self.embedding is not None:
-                x = self.embedding(x)
+                x = scaled_embedding(self.embedding, x, self.embedding_scale)
             for index, block in enumerate(self.blocks):
                 x = block(x, rope, caches[index] if caches else None)
             if self.norm is None or self.head is None:

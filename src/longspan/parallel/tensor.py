@@ -127,6 +127,9 @@ def apply_tensor_parallel(
             heads = attention.query.out_features // attention.head_dim // mesh.size()
             first = heads * mesh.get_local_rank()
             attention.pattern = replace(attention.pattern, first_head=first)
+        for norm in (attention.query_norm, attention.key_norm):
+            if isinstance(norm, RMSNorm):  # replicated, but each rank applies it to its own heads
+                norm.weight_group = mesh.get_group()
     parallelize_module(model, mesh, plan)
     if hasattr(model, "embedding"):
         # Its output may be an AsyncCollectiveTensor, for which compiled blocks have no gradient.

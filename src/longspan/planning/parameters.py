@@ -160,8 +160,15 @@ def tensor_dim(model: Model, name: str) -> int | None:
     *_, module, kind = name.split(".")
     if kind in ("s1", "s2"):
         return 0 if kind == "s1" else 1
+    if kind == "bias" and module in ("out", "down"):
+        # Added after the all-reduce, unless the layer is factored and splits its features.
+        layer = name.removesuffix(".bias")
+        is_factored = rank_of(model, layer, *linear_sizes(model)[layer.split(".", 2)[2]]) > 0
+        return 0 if is_factored else None
     if module in ("out", "down"):
         return 1
+    if module in ("query_norm", "key_norm"):  # over the width of a head
+        return None
     if "norm" in module:
         # Sub-layer norms are over heads or the MLP's width; the others over features, which are
         # split with sketched and low-rank layers only.
@@ -174,7 +181,9 @@ def block_shapes(model: Model, block: int) -> dict[str, Shape]:
     """The shapes of a block's parameters, by their names in it."""
     norms = {"attention_norm": model.hidden, "mlp_norm": model.hidden}
     if model.sub_layer_norm:
-        norms |= {"attention.norm": model.hidden, "mlp.norm": model.ffn}
+        norms |= {"attention.norm": model.heads * model.head_dim, "mlp.norm": model.ffn}
+    if model.qk_norm:
+        norms |= {f"attention.{name}_norm": model.head_dim for name in ("query", "key")}
     shapes: dict[str, Shape] = {f"{name}.weight": (width,) for name, width in norms.items()}
     for name, (inputs, outputs) in linear_sizes(model).items():
         rank = rank_of(model, f"blocks.{block}.{name}", inputs, outputs)
@@ -183,6 +192,8 @@ def block_shapes(model: Model, block: int) -> dict[str, Shape]:
             shapes |= {f"{name}.s1": (inputs, rank), f"{name}.s2": (rank, outputs)}
         else:
             shapes[f"{name}.weight"] = (outputs, inputs)
+        if model.has_bias(name):
+            shapes[f"{name}.bias"] = (outputs,)
     return shapes
 
 

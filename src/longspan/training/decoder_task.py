@@ -12,13 +12,13 @@ from torch.optim import Optimizer
 from longspan.config import Run
 from longspan.costs import count_parameters
 from longspan.data import Prefetcher
-from longspan.derived import derived_values
+from longspan.derived import derived_values, model_name
 from longspan.device import autocast
 from longspan.engines import DecoderSpec, Engine
 from longspan.engines.optimizer import set_learning_rate
 from longspan.engines.protocol import ReadTensor
 from longspan.export.huggingface import weight_reader
-from longspan.hf_config import read_llama_config
+from longspan.hf_config import read_folder_config
 from longspan.models import new_decoder
 from longspan.models.generation import encode_prompt
 from longspan.parallel.mesh import ParallelMesh
@@ -66,7 +66,7 @@ class DecoderTask:
         pipeline = {"pipeline": module.describe()} if isinstance(module, PipelinedDecoder) else {}
         has_weights = is_new and run.train.init_from
         return {
-            "model": f"{run.model.preset}, {count_parameters(run.model):,} parameters",
+            "model": f"{model_name(run)}, {count_parameters(run.model):,} parameters",
             "data": self.source.describe(),
             **derived_values(run, mesh.ranks),
             **pipeline,
@@ -96,5 +96,5 @@ class DecoderTask:
 def _weights_text(run: Run) -> str:
     """Where a new run's weights come from, and what it computes otherwise than their config."""
     folder = run.train.init_from
-    changes = read_llama_config(Path(folder)).changes(run)
+    changes = read_folder_config(Path(folder)).changes(run)
     return "; ".join([f"initialised from {folder}", *changes])

@@ -94,11 +94,14 @@ def resume_key(run: Run, source: Source) -> dict[str, Any]:
 
 
 def _sections(model: Model, attention: Attention) -> dict[str, Any]:
+    left_out = {"preset", "factory", "from", "extend_context", "max_positions"}
+    if model.head_dim * model.heads == model.hidden:  # the default, which follows from the others
+        left_out.add("head_dim")
     return {
         f"{section}.{key}": value
         for section, keys in (("model", model), ("attention", attention))
         for key, value in keys.model_dump(mode="json").items()
-        if key not in ("preset", "factory")
+        if key not in left_out
     }
 
 

@@ -1,0 +1,84 @@
+"""The names of weights and the config.json of a decoder as a Hugging Face model."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from longspan.config import Run
+from longspan.hf_rope import write_rope
+
+HF_MODULES = {
+    "embedding": "model.embed_tokens",
+    "norm": "model.norm",
+    "head": "lm_head",
+    "attention_norm": "input_layernorm",
+    "attention.query": "self_attn.q_proj",
+    "attention.key": "self_attn.k_proj",
+    "attention.value": "self_attn.v_proj",
+    "attention.out": "self_attn.o_proj",
+    "attention.query_norm": "self_attn.q_norm",
+    "attention.key_norm": "self_attn.k_norm",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+}
+ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh", "relu": "relu"}
+ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma": "GemmaForCausalLM",
+}
+
+
+def hf_name(name: str) -> str:
+    """Translate a name: blocks.3.mlp.up.weight is model.layers.3.mlp.up_proj.weight."""
+    match = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.+)\.(weight|bias)", name)
+    assert match is not None, name
+    layer, module, kind = match.groups()
+    prefix = "" if layer is None else f"model.layers.{layer}."
+    return f"{prefix}{HF_MODULES[module]}.{kind}"
+
+
+def hf_config(run: Run, ids: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
+    """The config.json of the run's model; `ids` are those of special tokens.
+
+    Fields whose defaults in transformers depend on the family are all written.
+    """
+    model, context = run.model, run.data.context
+    positions = max(context, model.max_positions or 0)
+    if model.rope.type == "dynamic":  # what transformers takes for the context before scaling
+        positions = model.rope.original_context or positions
+    config: dict[str, Any] = {
+        "architectures": [ARCHITECTURES[model.family]],
+        "model_type": model.family,
+        "vocab_size": model.vocab,
+        "hidden_size": model.hidden,
+        "intermediate_size": model.ffn,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": ACTIVATIONS[model.activation],
+        "max_position_embeddings": positions,
+        "rms_norm_eps": model.rms_norm_eps,
+        **write_rope(model.rope, model.rope_theta_for(context)),
+        "tie_word_embeddings": model.tie_embeddings,
+        "torch_dtype": dtype,
+        **ids,
+    }
+    if model.family in ("llama", "qwen3", "gemma"):
+        config["attention_bias"] = model.attention_bias
+    if model.family == "llama":
+        config["mlp_bias"] = model.mlp_bias
+    if model.family == "mistral":
+        config["sliding_window"] = None
+    if model.family in ("qwen2", "qwen3"):
+        config |= {"use_sliding_window": False, "sliding_window": None}
+    config["longspan"] = {"attention": run.attention.model_dump(mode="json")}
+    if run.attention.kind != "dense":  # so that transformers does not compute dense attention
+        config["attn_implementation"] = "longspan"
+    return config
