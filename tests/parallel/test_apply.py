@@ -212,6 +212,7 @@ LINEARS = {
         ("sketched mlp", 2, ["layout.tensor=2"]),
         ("some sketched", 2, ["layout.tensor=2"]),
         ("sub-layer norms", 4, ["layout.tensor=2", "layout.shard=2"]),
+        ("sub-layer norms", 2, ["layout.tensor=2"]),
         ("sketched with sub-layer norms", 2, ["layout.tensor=2"]),
     ],
     ids=ids,

@@ -22,12 +22,16 @@ from longspan.parallel.dtensor import from_local_like, to_local
 
 def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
     """The run's optimizer. Weight decay applies to matrices, not to norms and biases."""
-    dims = [(full_dims(p), p) for p in model.parameters() if p.requires_grad]
+    kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for p in model.parameters():
+        if p.requires_grad:
+            # Fused kernels take no plain tensors beside DTensors: under tensor parallelism some
+            # norms are split, others are not.
+            kinds.setdefault((full_dims(p) > 1, isinstance(p, DTensor)), []).append(p)
     groups = [
-        {"params": [p for dim, p in dims if dim > 1], "weight_decay": train.weight_decay},
-        {"params": [p for dim, p in dims if dim <= 1], "weight_decay": 0.0},
+        {"params": parameters, "weight_decay": train.weight_decay if is_matrix else 0.0}
+        for (is_matrix, _), parameters in sorted(kinds.items(), reverse=True)
     ]
-    groups = [group for group in groups if group["params"]]
     options: dict[str, Any] = {
         "lr": train.peak_lr,
         "betas": (train.beta1, train.beta2),
