@@ -57,6 +57,7 @@ __all__ = [
     "keeps_graph",
     "local_offset",
     "never_compiled",
+    "process_group_of",
     "raise_recompile_limit",
     "record_memory_history",
     "sdpa_flash_attention",
@@ -159,6 +160,21 @@ def wait(x: Tensor) -> Tensor:
 
 def default_process_group() -> dist.ProcessGroup:
     return dist.distributed_c10d._get_default_group()
+
+
+def process_group_of(arguments: Sequence[Any]) -> dist.ProcessGroup | None:
+    """The process group among the arguments of a collective operator.
+
+    Operators of c10d take it as a script object, functional collectives its name as the last text.
+    """
+    for x in arguments:
+        if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
+            return dist.ProcessGroup.unbox(x)
+    names: list[Any] = [x for x in arguments if isinstance(x, str)]
+    if not names:
+        return None
+    found: dist.ProcessGroup = dist.distributed_c10d._resolve_process_group(names[-1])  # type: ignore[attr-defined]
+    return found
 
 
 def clear_sharding_cache() -> None:

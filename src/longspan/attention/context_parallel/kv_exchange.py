@@ -49,8 +49,7 @@ def remote_row_counts(pattern: Pattern, shards: Shards, heads: Heads, is_causal:
     """Rows of all key heads that each rank sees of each other rank: int64 (readers, owners)."""
     ranks = range(shards.ranks)
     if isinstance(pattern, Dense):
-        counts = [[shards.visible_keys(a, b, is_causal) for b in ranks] for a in ranks]
-        return heads.keys * torch.tensor(counts).fill_diagonal_(0)
+        return heads.keys * shards.all_visible_keys(is_causal).fill_diagonal_(0)
     boundaries = torch.tensor(shards.boundaries)
     remote = (remote_rows(pattern, shards, rank, heads, is_causal) for rank in ranks)
     found = (

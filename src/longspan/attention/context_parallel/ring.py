@@ -101,7 +101,7 @@ def _exchange_keys(kv: Tensor, a: Round, ranks: int, group: str) -> Tensor:
     return _send_receive_async(sent, a.destination, a.receive_count, a.source, ranks, group)
 
 
-def _forward(
+def forward_rounds(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, boundaries: Sequence[int],
     is_zigzag: bool, rank: int, group: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -123,7 +123,7 @@ def _forward(
     return out.to(q.dtype, copy=True), lse
 
 
-ring_forward = torch.library.custom_op("longspan::ring_attention", _forward, mutates_args=())
+ring_forward = torch.library.custom_op("longspan::ring_attention", forward_rounds, mutates_args=())
 """A custom operator, so that selective activation checkpointing can save its output: recomputing it
 would communicate the keys again (see `parallel/activation_checkpointing.py`).
 """

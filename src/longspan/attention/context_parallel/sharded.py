@@ -91,7 +91,7 @@ def _attend(
     has_kernels = mask.is_pattern_only and has_flash_kernel(q, scale)
     heads = Heads(q.shape[2], k.shape[2])
     attend_local = partial(attend_checked, scale=scale)
-    match _choose(mask, shards, heads, has_kernels).name:
+    match strategy_of(mask, shards, heads, has_kernels).name:
         case "local":
             return attend_local(q, k, v, mask)
         case "ring":
@@ -127,10 +127,11 @@ def choose_strategy(
     if documents is not None:
         mask = mask.of_row(0)
     has_kernels = mask.is_pattern_only and has_flash_kernel(q, scale)
-    return _choose(mask, shards, Heads(q.shape[2], k.shape[2]), has_kernels)
+    return strategy_of(mask, shards, Heads(q.shape[2], k.shape[2]), has_kernels)
 
 
-def _choose(mask: Mask, shards: Shards, heads: Heads, has_kernels: bool) -> Strategy:
+def strategy_of(mask: Mask, shards: Shards, heads: Heads, has_kernels: bool) -> Strategy:
+    """The strategy and why; `has_kernels`: whether flash attention supports the queries."""
     pattern = mask.pattern
     if shards.ranks == 1:
         return Strategy("local", "there is one rank")

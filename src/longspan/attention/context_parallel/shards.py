@@ -71,6 +71,17 @@ class Shards:
         last = self.chunks(reader)[-1].start
         return sum(len(c) for c in self.chunks(owner) if not is_causal or c.start < last)
 
+    def all_visible_keys(self, is_causal: bool) -> Tensor:
+        """`visible_keys` of all pairs of ranks, which may be millions: int64 (readers, owners)."""
+        chunks = [self.chunks(rank) for rank in range(self.ranks)]
+        starts = torch.tensor([[c.start for c in chunk] for chunk in chunks])
+        lengths = torch.tensor([[len(c) for c in chunk] for chunk in chunks])
+        if not is_causal:
+            return lengths.sum(1).expand(self.ranks, -1).clone()
+        last = starts[:, -1, None]
+        visible = ((starts[:, i] < last) * lengths[:, i] for i in range(starts.shape[1]))
+        return torch.stack(list(visible)).sum(0)
+
 
 @dataclass(frozen=True)
 class Heads:
