@@ -280,6 +280,10 @@ class Data(Section):
     task), or a folder written by `longspan data build`."""
     context: Positive = 4096
     """Context length, the number of tokens per sample."""
+    documents: Literal["isolate", "join"] = "join"
+    """"isolate": attention, positions and losses stay within a document, and documents are packed
+    into windows whole where they fit; "join": they are concatenated, and attention crosses
+    their boundaries."""
     recall_pairs: Positive = 16
     """Number of key-value pairs in each sequence of the "recall" source."""
     accept_changed: bool = False

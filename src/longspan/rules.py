@@ -199,10 +199,24 @@ def _factory_rules(model: Model, train: Train) -> Problems:
         yield Problem("train.init_from", message)
 
 
+def _documents_rules(model: Model, data: Data) -> Problems:
+    if data.documents == "isolate" and model.rope.type == "dynamic":
+        yield Problem(
+            "data.documents",
+            '"isolate" is not supported with model.rope.type = "dynamic", whose angles depend on '
+            "the length of the sequence: use join or another scaling",
+        )
+
+
 def _recall_rules(model: Model, data: Data) -> Problems:
     if data.source != "recall":
         return
     pairs, keys = data.recall_pairs, model.vocab // 2
+    if data.documents == "isolate":
+        message = (
+            '"isolate" needs documents, and a sample of data.source = "recall" is one: use join'
+        )
+        yield Problem("data.documents", message)
     if model.vocab < 16:
         message = f'{model.vocab} is too small for data.source = "recall": use at least 16'
         yield Problem("model.vocab", message)
@@ -487,6 +501,7 @@ DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     _sketch_rules,
     attention_rules,
     _init_from_rules,
+    _documents_rules,
     _recall_rules,
     _decoder_layout_rules,
 )

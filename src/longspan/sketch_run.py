@@ -65,7 +65,7 @@ class TrainedRun:
         """The first `samples` of the training data, one per batch, as the model's arguments."""
         device, seed = self.model.norm.weight.device, self.run.train.seed
         batches = [collate([self.source.sample(seed, i)]).to(device) for i in range(samples)]
-        return [(batch.tokens, batch.targets) for batch in batches]
+        return [(batch.tokens, batch.targets, batch.documents) for batch in batches]
 
 
 def open_trained(run_dir: Path, key_file: str = "") -> TrainedRun:

@@ -16,6 +16,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -51,8 +52,9 @@ class Sample:
     tokens: Ints
     targets: Ints
     """The next token at each position, or IGNORE_INDEX for no loss."""
-    document_ids: Ints
-    """The document of each token, counted from 0 within the sample."""
+    documents: Ints | None = None
+    """A number for each token; a run of equal ones is a document, which attention does not leave.
+    None for one document."""
 
 
 @dataclass(frozen=True)
@@ -61,20 +63,25 @@ class Batch:
 
     tokens: Tensor
     targets: Tensor
+    documents: Tensor | None = None
+    """See `Sample`."""
 
     def split(self, size: int) -> list[Batch]:
         """Split into batches of at most `size` samples."""
         starts = range(0, len(self.tokens), size)
-        return [Batch(self.tokens[i : i + size], self.targets[i : i + size]) for i in starts]
+        return [self._map(itemgetter(slice(i, i + size))) for i in starts]
 
     def pin_memory(self) -> Batch:
         """Copy to page-locked host memory, from which copies to a GPU are asynchronous."""
-        return Batch(self.tokens.pin_memory(), self.targets.pin_memory())
+        return self._map(lambda x: x.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
         """Copy to a device, asynchronously from pinned memory."""
-        tokens, targets = (x.to(device, non_blocking=True) for x in (self.tokens, self.targets))
-        return Batch(tokens, targets)
+        return self._map(lambda x: x.to(device, non_blocking=True))
+
+    def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
+        documents = None if self.documents is None else function(self.documents)
+        return Batch(function(self.tokens), function(self.targets), documents)
 
 
 @dataclass(frozen=True)
@@ -218,20 +225,22 @@ class TokenSource(Source):
         return self._read(split, window * self.context, self.context)
 
     def _read(self, split: str, start: int, length: int) -> Sample:
-        data = self.splits[split]
-        tokens = data.read(start, start + length + 1)
-        if tokens.max() >= self.vocab:
-            raise UserError(
-                f"the data contains token {tokens.max()}, but its vocabulary size is {self.vocab}: "
-                "check the folder with `longspan data info`"
-            )
+        data, tokens = self.splits[split], self._tokens(split, start, start + length + 1)
         # Documents end after these many tokens. The last token of each has no target.
         first, last = np.searchsorted(data.document_ends, [start, start + length], side="right")
         ends = data.document_ends[first:last] - start
         targets = tokens[1:].copy()
         targets[ends - 1] = IGNORE_INDEX
-        ids = np.repeat(np.arange(len(ends) + 1), np.diff(ends, prepend=0, append=length))
-        return Sample(tokens[:-1], targets, ids)
+        return Sample(tokens[:-1], targets)
+
+    def _tokens(self, split: str, start: int, stop: int) -> Ints:
+        tokens = self.splits[split].read(start, stop)
+        if tokens.max() >= self.vocab:
+            raise UserError(
+                f"the data contains token {tokens.max()}, but its vocabulary size is {self.vocab}: "
+                "check the folder with `longspan data info`"
+            )
+        return tokens
 
 
 class RecallSource(Source):
@@ -277,17 +286,22 @@ class RecallSource(Source):
         targets = np.full(self.context, IGNORE_INDEX, dtype=np.int64)
         queried = np.arange(len(tokens) - 2 * self.pairs, len(tokens), 2)  # positions of the keys
         targets[queried] = tokens[queried + 1]
-        return Sample(tokens[:-1], targets, np.zeros(self.context, dtype=np.int64))
+        return Sample(tokens[:-1], targets)
 
 
 def open_source(data: Data, model: Model) -> Source:
     """Open the source that [data] names, and check it against the model's vocabulary."""
     if data.source == "recall":
         return RecallSource(data.context, data.recall_pairs, model.vocab)
+    kind: type[TokenSource] = TokenSource
+    if data.documents == "isolate":
+        from longspan.data.packing import PackedSource  # it is a TokenSource
+
+        kind = PackedSource
     if data.source == "builtin":
-        source = _builtin(data.context)
+        source = _builtin(data.context, kind)
     else:
-        source = _from_shards(Path(data.source), data.context)
+        source = _from_shards(Path(data.source), data.context, kind)
     if source.vocab > model.vocab:
         raise UserError(
             f"model.vocab must be at least {source.vocab:,}, the vocabulary size of the data, got "
@@ -304,7 +318,8 @@ def collate(samples: Sequence[Sample]) -> Batch:
         torch.from_numpy(np.stack([getattr(sample, name) for sample in samples]))
         for name in ("tokens", "targets")
     )
-    return Batch(tokens, targets)
+    documents = [sample.documents for sample in samples if sample.documents is not None]
+    return Batch(tokens, targets, torch.from_numpy(np.stack(documents)) if documents else None)
 
 
 def count_targets(samples: list[Sample]) -> int:
@@ -342,7 +357,7 @@ def _pairs(samples: list[Sample]) -> tuple[Ints, Ints]:
     return before[after != IGNORE_INDEX], after[after != IGNORE_INDEX]
 
 
-def _from_shards(folder: Path, context: int) -> TokenSource:
+def _from_shards(folder: Path, context: int, kind: type[TokenSource]) -> TokenSource:
     index = read_index(folder)
     splits: dict[str, TokenSplit] = {}
     for split in SPLITS:
@@ -360,10 +375,10 @@ def _from_shards(folder: Path, context: int) -> TokenSource:
     if isinstance(tokenizer, JsonTokenizer):
         fingerprint = hashlib.sha256(f"{fingerprint} {tokenizer.sha256}".encode()).hexdigest()
     verification = partial(Verification, folder, index)
-    return TokenSource(splits, context, tokenizer, index.vocab, fingerprint, verification)
+    return kind(splits, context, tokenizer, index.vocab, fingerprint, verification)
 
 
-def _builtin(context: int) -> TokenSource:
+def _builtin(context: int, kind: type[TokenSource]) -> TokenSource:
     """Read the standard library's .py files; a hash of the name puts 1 in 20 into validation."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -388,4 +403,4 @@ def _builtin(context: int) -> TokenSource:
         for split, texts in documents.items()
     }
     tokenizer = ByteTokenizer()
-    return TokenSource(splits, context, tokenizer, tokenizer.vocab, digest.hexdigest())
+    return kind(splits, context, tokenizer, tokenizer.vocab, digest.hexdigest())

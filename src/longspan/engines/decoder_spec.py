@@ -26,7 +26,12 @@ class DecoderSpec:
         self.model, self.shapes = model, parameter_shapes(model)
 
     def rebuild(self) -> Decoder:
-        return Decoder(self.model.config, self.model.pattern, self.model.context)
+        return Decoder(
+            self.model.config,
+            self.model.pattern,
+            self.model.context,
+            has_documents=self.model.has_documents,
+        )
 
     def parallelize(
         self, mesh: ParallelMesh, layout: Layout, train: Train, forward_context: ForwardContext
@@ -59,6 +64,7 @@ class DecoderSpec:
     def loss(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
         return module(*self.local(batch)), None
 
-    def local(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """This rank's tokens and targets (batch, tokens)."""
-        return local_tokens(self.model, batch.tokens), local_tokens(self.model, batch.targets)
+    def local(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
+        """This rank's tokens and targets (batch, tokens), and the documents of all tokens."""
+        tokens, targets = (local_tokens(self.model, x) for x in (batch.tokens, batch.targets))
+        return tokens, targets, batch.documents

@@ -258,8 +258,8 @@ class _Zero3Model:
     def __init__(self, model: Decoder, deepspeed: Any) -> None:
         self._model, self._deepspeed = model, deepspeed
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        loss: Tensor = self._model(tokens, targets)
+    def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        loss: Tensor = self._model(tokens, targets, documents)
         return loss
 
     def new_caches(self) -> list[KVCache]:

@@ -77,8 +77,9 @@ class NativeEngine:
         if isinstance(self.module, PipelinedDecoder):
             assert isinstance(self._spec, DecoderSpec)
             assert isinstance(batch, Batch)
-            local = self._spec.local(batch.to(self._device))
-            return self.module.backward(*local, scale * factor) / factor, None
+            tokens, targets, documents = self._spec.local(batch.to(self._device))
+            scaled = self.module.backward(tokens, targets, scale * factor, documents)
+            return scaled / factor, None
         micro_batches = batch.split(self._micro_batch)
         if isinstance(self.module, PipelinedModule):
             batches = [micro_batch.to(self._device) for micro_batch in micro_batches]

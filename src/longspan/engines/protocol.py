@@ -30,7 +30,9 @@ class StepCheck(Protocol):
 class InferenceModel(Protocol):
     """A model to evaluate and to sample from."""
 
-    def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor: ...
+    def __call__(
+        self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
+    ) -> Tensor: ...
 
     def new_caches(self) -> list[KVCache]: ...
 

@@ -44,7 +44,13 @@ class SelfAttention(nn.Module):
         self.norm = _norm(model, q_dim) if model.sub_layer_norm else nn.Identity()
         self.out = linear("attention.out", q_dim, model.hidden)
 
-    def forward(self, x_BNC: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x_BNC: Tensor,
+        rope: Tensor,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         # One product for all three took 0.99 of the time, forward and backward, at hidden 768 and
         # 0.87 to 0.95 at 128 on a CPU core; weights would lose their names in checkpoints.
         q_BNHD = self.query(x_BNC).unflatten(-1, (-1, self.head_dim))
@@ -53,7 +59,9 @@ class SelfAttention(nn.Module):
         q_BNHD = apply_rope(self.query_norm(q_BNHD), rope)
         k_BNGD = apply_rope(self.key_norm(k_BNGD), rope)
         if cache is None:
-            y_BNHD = self.attend(q_BNHD, k_BNGD, v_BNGD, self.pattern, is_causal=True)
+            y_BNHD = self.attend(
+                q_BNHD, k_BNGD, v_BNGD, self.pattern, is_causal=True, documents=documents
+            )
         else:
             y_BNHD = cache.attend(q_BNHD, k_BNGD, v_BNGD)
         out: Tensor = self.out(self.norm(y_BNHD.flatten(-2)))
@@ -70,8 +78,14 @@ class Block(nn.Module):
         sub_layer_norm = _norm(model, model.ffn) if model.sub_layer_norm else None
         self.mlp = GatedMLP(model.hidden, model.ffn, linear, sub_layer_norm, model.activation)
 
-    def forward(self, x_BNC: Tensor, rope: Tensor, cache: KVCache | None = None) -> Tensor:
-        x_BNC = x_BNC + self.attention(self.attention_norm(x_BNC), rope, cache)
+    def forward(
+        self,
+        x_BNC: Tensor,
+        rope: Tensor,
+        cache: KVCache | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
+        x_BNC = x_BNC + self.attention(self.attention_norm(x_BNC), rope, cache, documents)
         out: Tensor = x_BNC + self.mlp(self.mlp_norm(x_BNC))
         return out
 
@@ -94,9 +108,13 @@ def _linear(model: Model, block: int, name: str, in_features: int, out_features:
 
 
 class Decoder(nn.Module):
-    def __init__(self, model: Model, pattern: Pattern, context: int) -> None:
+    def __init__(
+        self, model: Model, pattern: Pattern, context: int, *, has_documents: bool = False
+    ) -> None:
+        """`has_documents`: whether `forward` will be given documents."""
         super().__init__()
         self.config, self.pattern, self.context = model, pattern, context
+        self.has_documents = has_documents
         self.rope = RotaryEmbedding(model.head_dim, model.rope_theta_for(context), model.rope)
         self.positions: Tensor | None = None
         """Positions (tokens,) of this rank's tokens in the sequence, if ranks split it."""
@@ -108,13 +126,16 @@ class Decoder(nn.Module):
             None if model.tie_embeddings else nn.Linear(model.hidden, model.vocab, bias=False)
         )
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """Summed cross-entropy of tokens (batch, tokens) against targets; −100 is ignored.
 
         Without targets, the logits (batch, tokens, vocab). The loss never materialises them, and is
-        what to train long contexts with.
+        what to train long contexts with. `documents`: integers (batch, tokens), of the whole
+        sequence if ranks split it; runs of equal ones are documents, each as if it were alone.
         """
-        hidden = self.hidden(tokens)
+        hidden = self.hidden(tokens, documents=documents)
         if targets is None:
             return logits_of(hidden, self.head_weight)
         return cross_entropy_sum(hidden, self.head_weight, targets)
@@ -128,17 +149,22 @@ class Decoder(nn.Module):
         patterns = [m.pattern for m in self.modules() if isinstance(m, SelfAttention)]
         return [KVCache(pattern) for pattern in patterns]
 
-    def hidden(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+    def hidden(
+        self,
+        tokens: Tensor,
+        caches: list[KVCache] | None = None,
+        documents: Tensor | None = None,
+    ) -> Tensor:
         """The final hidden states (batch, tokens, hidden), which the head projects to logits.
 
         With `caches` the tokens continue those that the caches hold.
         """
-        positions = positions_of(tokens.shape[1], tokens.device, self.positions, caches)
+        positions = positions_of(tokens.shape[1], tokens.device, self.positions, caches, documents)
         is_split = self.positions is not None and not caches
         rope = self.rope.table(positions, self.context if is_split else None)
         x_BNC = scaled_embedding(self.embedding, tokens, self.config.embedding_scale)
         for index, block in enumerate(self.blocks):
-            x_BNC = block(x_BNC, rope, caches[index] if caches else None)
+            x_BNC = block(x_BNC, rope, caches[index] if caches else None, documents)
         out: Tensor = self.norm(x_BNC)
         return out
 
@@ -162,13 +188,30 @@ def scaled_embedding(embedding: nn.Module, tokens: Tensor, scale: float) -> Tens
 
 
 def positions_of(
-    count: int, device: torch.device, given: Tensor | None, caches: list[KVCache] | None
+    count: int,
+    device: torch.device,
+    given: Tensor | None,
+    caches: list[KVCache] | None,
+    documents: Tensor | None = None,
 ) -> Tensor:
-    """Positions (count,) of tokens: `given`, or consecutive after those in `caches`."""
+    """Positions (count,) of tokens: `given`, or consecutive after those in `caches`.
+
+    With `documents` positions (batch, count) in each of them.
+    """
+    if documents is not None:
+        positions = document_positions(documents)
+        return positions if given is None else positions[:, given.to(device)]
     if given is not None and not caches:
         return given.to(device)
     start = caches[0].length if caches else 0
     return torch.arange(start, start + count, device=device)
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """The position of each token in its document: int64 like `documents` (batch, tokens)."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    is_first = documents.diff(dim=1, prepend=documents[:, :1] - 1) != 0
+    return index - index.where(is_first, 0).cummax(dim=1).values
 
 
 def new_decoder(run: Run) -> Decoder:
@@ -179,7 +222,12 @@ def new_decoder(run: Run) -> Decoder:
             f'model.factory = "{run.model.factory}": its model is known to train, verify and drill'
         )
     with torch.device("meta"):
-        return Decoder(run.model, pattern_of(run.attention), run.data.context)
+        return Decoder(
+            run.model,
+            pattern_of(run.attention),
+            run.data.context,
+            has_documents=run.data.documents == "isolate",
+        )
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:

@@ -27,10 +27,11 @@ class RotaryEmbedding:
     def table(self, positions: Tensor, context: int | None = None) -> Tensor:
         """Cosines and sines for integer `positions` (tokens,): float32 (2, tokens, 1, head_dim/2).
 
+        Positions (batch, tokens) give float32 (2, batch, tokens, 1, head_dim/2).
         Angles are computed in float64: at a million tokens float32 is off by 0.03 radians.
         `context` is the length of the sequence if `positions` are only a rank's part of it.
         """
-        angles = positions.double()[:, None, None] * self._frequencies(positions, context)
+        angles = positions.double()[..., None, None] * self._frequencies(positions, context)
         return (torch.stack([angles.cos(), angles.sin()]) * self._attention_factor()).float()
 
     def _frequencies(self, positions: Tensor, context: int | None) -> Tensor:

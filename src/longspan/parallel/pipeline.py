@@ -97,7 +97,11 @@ class Stage(nn.Module):
         self.positions, self.forward_context = model.positions, forward_context
 
     def forward(
-        self, x: Tensor, targets: Tensor | None = None, caches: list[KVCache] | None = None
+        self,
+        x: Tensor,
+        targets: Tensor | None = None,
+        caches: list[KVCache] | None = None,
+        documents: Tensor | None = None,
     ) -> Tensor:
         """Tokens (batch, tokens), or the output of the stage before, to (batch, tokens, hidden).
 
@@ -105,14 +109,14 @@ class Stage(nn.Module):
         the logits (batch, vocab) after the last token.
         """
         count = x.shape[1] if targets is None else targets.shape[1]
-        positions = positions_of(count, x.device, self.positions, caches)
+        positions = positions_of(count, x.device, self.positions, caches, documents)
         is_split = self.positions is not None and not caches
         rope = self.rope.table(positions, self.context if is_split else None)
         with self.forward_context():
             if self.embedding is not None:
                 x = scaled_embedding(self.embedding, x, self.embedding_scale)
             for index, block in enumerate(self.blocks):
-                x = block(x, rope, caches[index] if caches else None)
+                x = block(x, rope, caches[index] if caches else None, documents)
             if self.norm is None or self.head is None:
                 return x
             x = self.norm(x)
@@ -229,7 +233,9 @@ class PipelinedDecoder(nn.Module):
             for rank in range(ranks)
         ]
 
-    def backward(self, tokens: Tensor, targets: Tensor, scale: Tensor) -> Tensor:
+    def backward(
+        self, tokens: Tensor, targets: Tensor, scale: Tensor, documents: Tensor | None = None
+    ) -> Tensor:
         """Compute the gradients of scale · loss over a step's micro-batches (batch, tokens).
 
         Returns scale · loss on the rank of the last stage, zero on the others.
@@ -242,6 +248,7 @@ class PipelinedDecoder(nn.Module):
             losses=losses,
             return_outputs=False,
             targets=targets,
+            **({} if documents is None else {"documents": documents}),
         )
         self._reduce_tied_gradients()
         return torch.stack(losses).detach().sum() if losses else torch.zeros_like(scale)
@@ -273,7 +280,9 @@ class PipelinedDecoder(nn.Module):
         local += remote
 
     @torch.no_grad()
-    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
         """The summed cross-entropy, on every rank; without gradients."""
         if targets is None:
             raise ValueError(
@@ -281,7 +290,8 @@ class PipelinedDecoder(nn.Module):
                 "layout.pipeline = 1"
             )
         loss = tokens.new_empty(1, dtype=torch.float32)
-        out = self._run_stages(tokens, lambda i, x: self._local[i](x, targets=targets), loss)
+        given = {"targets": targets, "documents": documents}
+        out = self._run_stages(tokens, lambda i, x: self._local[i](x, **given), loss)
         return out.squeeze(0)
 
     def new_caches(self) -> list[KVCache]:

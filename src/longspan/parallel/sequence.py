@@ -11,7 +11,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from longspan.attention import Heads, attend_sharded, choose_shards
+from longspan.attention import Heads, Shards, attend_sharded, choose_shards
 from longspan.models.decoder import Decoder, SelfAttention
 
 
@@ -20,6 +20,8 @@ def apply_sequence_parallel(model: Decoder, group: dist.ProcessGroup, tensor_ran
     config, ranks = model.config, dist.get_world_size(group)
     heads = Heads(config.heads // tensor_ranks, config.kv_heads // tensor_ranks)
     shards = choose_shards(model.pattern, model.context, ranks, heads)
+    if model.has_documents:
+        shards = Shards.even(model.context, ranks)
     model.positions = shards.positions(dist.get_rank(group))
     for module in model.modules():
         if isinstance(module, SelfAttention):

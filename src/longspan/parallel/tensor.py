@@ -143,7 +143,7 @@ def _styles(
     styles: dict[str, ParallelStyle] = {}
     if all(isinstance(getattr(module, layer), nn.Linear) for layer in inputs):
         # Gather the input once for all projections, so that its gradient is all-reduced once.
-        others = 2 if name == "attention" else 0  # rope and the KV cache
+        others = 3 if name == "attention" else 0  # rope, KV cache and documents
         styles[name] = PrepareModuleInput(
             input_layouts=(residual, *[None] * others),
             desired_input_layouts=(Replicate(), *[None] * others),

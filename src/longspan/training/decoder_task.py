@@ -9,9 +9,12 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
+from longspan.attention import pattern_of
+from longspan.attention.packed import Packed
 from longspan.config import Run
 from longspan.costs import count_parameters
 from longspan.data import Prefetcher
+from longspan.data.packing import PackedSource
 from longspan.derived import derived_values, model_name
 from longspan.device import autocast
 from longspan.engines import DecoderSpec, Engine
@@ -59,7 +62,10 @@ class DecoderTask:
         return DecoderEvaluation(engine, self.source, self._run.train, device, mesh, precision)
 
     def meter(self, device: torch.device, step: int, world: int) -> Meter:
-        return meter_of(self._run, device, step, world)
+        patterns = [pattern_of(self._run.attention)]
+        if isinstance(self.source, PackedSource):
+            patterns = [Packed(patterns[0], starts) for starts in self.source.first_starts()]
+        return meter_of(self._run, patterns, device, step, world)
 
     def summary(self, engine: Engine, mesh: ParallelMesh, *, is_new: bool) -> dict[str, str]:
         run, module = self._run, engine.module

@@ -120,9 +120,12 @@ def position_ranges(context: int) -> list[tuple[int, int]]:
 
 
 def _only_targets_in(sample: Sample, first: int, stop: int) -> Sample:
-    targets = np.full_like(sample.targets, IGNORE_INDEX)
-    targets[first:stop] = sample.targets[first:stop]
-    return replace(sample, targets=targets)
+    positions = np.arange(len(sample.tokens))
+    if sample.documents is not None:  # those in the document
+        is_first = np.diff(sample.documents, prepend=sample.documents[0] - 1) != 0
+        positions = positions - np.maximum.accumulate(np.where(is_first, positions, 0))
+    is_kept = (positions >= first) & (positions < stop)
+    return replace(sample, targets=np.where(is_kept, sample.targets, IGNORE_INDEX))
 
 
 def pad(samples: list[Sample], multiple: int) -> list[Sample]:
@@ -160,7 +163,8 @@ def loss_sum(
             if should_stop():
                 return None
             batch = collate(samples[start : start + micro_batch]).to(device)
-            total += model(select_tokens(batch.tokens), select_tokens(batch.targets))
+            tokens, targets = select_tokens(batch.tokens), select_tokens(batch.targets)
+            total += model(tokens, targets, batch.documents)
     return total
 
 

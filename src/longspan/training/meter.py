@@ -6,14 +6,14 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from longspan.attention import pattern_of
+from longspan.attention import Pattern
 from longspan.config import Run
 from longspan.hardware import peak_flops
 from longspan.models import flops_per_sample
@@ -162,13 +162,19 @@ class Meter:
         return tokens / self._rates[-1]
 
 
-def meter_of(run: Run, device: torch.device, step: int, world: int) -> Meter:
+def meter_of(
+    run: Run, patterns: Sequence[Pattern], device: torch.device, step: int, world: int
+) -> Meter:
     """A meter for `run` on `world` devices, which has done `step` steps.
+
+    FLOPs are the mean over `patterns`: those of some samples, where documents make them differ.
 
     The known peaks are those of 16-bit matrix products, so a float32 run has no MFU.
     """
     train, context = run.train, run.data.context
-    flops = sum(flops_per_sample(run.model, pattern_of(run.attention), context))
+    flops = statistics.fmean(
+        sum(flops_per_sample(run.model, pattern, context)) for pattern in patterns
+    )
     peak = None
     if device.type == "cuda" and train.precision != "fp32":
         peak = peak_flops(torch.cuda.get_device_name(device))

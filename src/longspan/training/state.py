@@ -88,6 +88,7 @@ def resume_key(run: Run, source: Source) -> dict[str, Any]:
     return {
         **_sections(run.model, run.attention),
         "data.context": run.data.context,
+        "data.documents": run.data.documents,
         "train.seed": run.train.seed,
         DATA: f"{source.describe()}; SHA-256 {source.fingerprint}",
     }
