@@ -27,7 +27,7 @@ from longspan.checkpoint import (
     quarantine,
     step_of,
 )
-from longspan.config import Attention, Model, Run
+from longspan.config import Attention, Data, Model, Run
 from longspan.data import Source
 from longspan.engines import Engine
 from longspan.errors import Damaged, Diverged, UserError, first_problem
@@ -321,10 +321,10 @@ def _check_unchanged(
 ) -> None:
     """Refuse a checkpoint that was trained with other settings, and list all that differ.
 
-    A key of [model] or [attention] that it does not have is of a later version, and so had its
-    default.
+    A key of [model], [attention] or [data] that it does not have is of a later version, and so had
+    its default.
     """
-    defaults = _sections(Model(), Attention())
+    defaults = {**_sections(Model(), Attention()), "data.documents": Data().documents}
     was = {**{key: value for key, value in defaults.items() if key in now}, **was}
     changed = {key for key in was.keys() | now.keys() if now.get(key) != was.get(key)}
     lines = [f"  {key} was {was.get(key)}\n  {key} is  {now.get(key)}" for key in sorted(changed)]
