@@ -102,6 +102,20 @@ def test_an_event_comes_when_the_run_writes_ends_and_starts_again(server: Server
     assert get(server, f"/data?token={server.token}").status == 200
 
 
+def test_a_page_that_was_closed_holds_no_stream(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "BEAT_S", 1e9)  # else a write would fail sooner or later
+    monkeypatch.setattr(server, "streams", threading.BoundedSemaphore(1))
+    for _ in range(3):
+        assert server.streams.acquire(timeout=60)  # the one before has left
+        server.streams.release()
+        stream = get(server, f"/events?token={server.token}")
+        assert stream.status == 200
+        assert stream.readline() == b"data: changed\n"
+        stream.close()
+
+
 def test_a_port_in_use_and_a_folder_without_a_run_are_errors(
     server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hmac
 import json
 import secrets
+import select
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -121,12 +123,17 @@ class _Handler(BaseHTTPRequestHandler):
                     self.wfile.write(b": still here\n\n")
                     quiet = 0.0
                 self.wfile.flush()
-                if self.server.is_closing.wait(POLL_S):
+                if self.server.is_closing.wait(POLL_S) or self._has_left():
                     break
                 quiet += POLL_S
         finally:
             self.server.streams.release()
             self.close_connection = True
+
+    def _has_left(self) -> bool:
+        """Whether the page was closed: it sends nothing else."""
+        is_readable = select.select([self.connection], [], [], 0)[0]
+        return bool(is_readable) and not self.connection.recv(1, socket.MSG_PEEK)
 
     def _send(self, kind: str, body: bytes, status: HTTPStatus = HTTPStatus.OK) -> None:
         self._head(status, kind)
