@@ -10,7 +10,14 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    model_validator,
+)
 
 from longspan import presets
 from longspan.checks import layout_problems
@@ -340,6 +347,23 @@ class Layout(Section):
     """Library that communicates between ranks: "auto" is NCCL for GPUs (and gloo for tensors on the
     CPU), gloo on CPUs; "gloo" on GPUs needs `replicate` as the only axis; "mpi" needs a PyTorch
     that was built with MPI."""
+    _why_auto: str | None = PrivateAttr(default=None)
+
+    @property
+    def why_auto(self) -> str | None:
+        """Of a layout that `layout = "auto"` has given: why this one."""
+        return self._why_auto
+
+    @property
+    def is_unresolved(self) -> bool:
+        """Whether this stands for `layout = "auto"`, before the number of processes is known."""
+        return self._why_auto == ""
+
+    def taken_for(self, why: str) -> Layout:
+        """This layout, as the one that `layout = "auto"` gives; without a reason, unresolved."""
+        layout = self.model_copy()
+        layout._why_auto = why
+        return layout
 
     @property
     def stages_per_rank(self) -> int:
@@ -356,6 +380,7 @@ class Layout(Section):
 
     def resolve(self, world: int) -> dict[str, int]:
         """Return the ranks per axis for `world` processes, with -1 resolved."""
+        assert not self.is_unresolved, 'load_run(world=…) resolves layout = "auto"'
         ranks = self.ranks()
         if problems := layout_problems(ranks, world):
             raise ValueError("; ".join(problems))

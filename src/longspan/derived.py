@@ -46,6 +46,7 @@ def batch_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
         "learning rate": f"{train.peak_lr:g} peak, {schedule_text(train)}",
         "layout": " × ".join(f"{axis} {n}" for axis, n in ranks.items())
         + (f", ZeRO stage {run.layout.zero}" if ranks["shard"] > 1 else ""),
+        **({"auto layout": run.layout.why_auto} if run.layout.why_auto else {}),
     }
 
 

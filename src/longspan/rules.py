@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
@@ -512,10 +513,33 @@ def check_rules(sections: Mapping[str, Section], world: int | None) -> list[Prob
     """Return the problems of every rule whose sections are valid; `world` is the process count."""
     known: dict[str, Any] = {**sections, **({} if world is None else {"world": world})}
     problems: list[Problem] = []
-    model = sections.get("model")
-    has_factory = isinstance(model, Model) and bool(model.factory)
-    for rule in (*(MODULE_RULES if has_factory else DECODER_RULES), *RULES):
-        needs = inspect.signature(rule).parameters
-        if set(needs) <= set(known):
+    for rule in _rules_of(sections):
+        needs = _needs(rule)
+        if needs <= known.keys():
             problems += rule(**{name: known[name] for name in needs})
     return problems
+
+
+def first_layout_problem(sections: Mapping[str, Section], world: int) -> Problem | None:
+    """Return the first problem of those rules that depend on the number of processes.
+
+    Of a run whose other rules hold, this is what a search for a layout asks thousands of times.
+    """
+    known: dict[str, Any] = {**sections, "world": world}
+    for rule in _rules_of(sections):
+        needs = _needs(rule)
+        if "world" in needs:
+            for problem in rule(**{name: known[name] for name in needs}):
+                return problem
+    return None
+
+
+def _rules_of(sections: Mapping[str, Section]) -> tuple[Callable[..., Problems], ...]:
+    model = sections.get("model")
+    has_factory = isinstance(model, Model) and bool(model.factory)
+    return (*(MODULE_RULES if has_factory else DECODER_RULES), *RULES)
+
+
+@cache
+def _needs(rule: Callable[..., Problems]) -> frozenset[str]:
+    return frozenset(inspect.signature(rule).parameters)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Collection, Iterable, Mapping
@@ -19,6 +20,7 @@ from longspan.config import AXES, DILATED, Data, Model, Run, Section
 from longspan.errors import UserError
 from longspan.from_folder import fill_from_folder, folder_key
 from longspan.locking import LOCK
+from longspan.progress import loading
 from longspan.rules import Problem, check_rules
 from longspan.toml import tomllib
 from longspan.vocabulary import is_folder, rounded_vocab, vocab_of_data
@@ -34,6 +36,9 @@ ONE_PROCESS = [
 
 KEY = r'(?:"[^"]*"|[^."=]+)'
 """A key in the path of an override; it is quoted if it contains a dot."""
+
+AUTO = "auto"
+"""What `layout` may be instead of a table."""
 
 RUN_FILE = "run.toml"
 """Name of the run file in a run folder."""
@@ -59,10 +64,13 @@ def load_run(
     *,
     builtin: str = "cpu",
     world: int | None = 1,
+    hardware: str | None = None,
 ) -> Run:
     """Load the run file `path`, or the built-in run `builtin`, with section.key=value overrides.
 
-    The layout is checked for `world` processes; None skips that check.
+    The layout is checked for `world` processes; None skips that check. `layout = "auto"` becomes
+    the layout for `world` devices of this machine, or of `hardware`, a GPU as `longspan plan --gpu`
+    takes it; without a world it stays unresolved.
     """
     name = str(path) if path else f'built-in run "{builtin}"'
     base = _read(Path(path)) if path else read_builtin(builtin)
@@ -76,10 +84,10 @@ def load_run(
         tables = follow(tables, given, world)
     replaced = {
         (section, key): table[key]
-        for section, key, *_ in changes
+        for section, key, *_ in (keys for keys in changes if len(keys) > 1)
         if isinstance(table := base.get(section), dict) and key in table
     }
-    return parse_run(tables, name, world=world, replaced=replaced)
+    return parse_run(tables, name, world=world, replaced=replaced, hardware=hardware)
 
 
 def parse_run(
@@ -88,11 +96,16 @@ def parse_run(
     *,
     world: int | None = 1,
     replaced: Mapping[tuple[str, str], Any] | None = None,
+    hardware: str | None = None,
 ) -> Run:
     """Validate plain tables into a Run, or raise one UserError that lists every problem.
 
     `replaced`: what the overridden keys, as (section, key), would be without the overrides.
+    `world` and `hardware`: see `load_run`.
     """
+    is_auto = tables.get("layout") == AUTO
+    if is_auto:
+        tables = {**tables, "layout": {}}
     problems = _problems_of_factory(tables)
     if problems is None:
         tables, folder, problems = fill_from_folder(dict(tables))
@@ -120,13 +133,24 @@ def parse_run(
             details = [d for d in error.errors() if not d["loc"] or d["loc"][0] in table]
             otherwise = _without_wrong_keys(key, table, details, replaced or {})
             problems += [_explain(key, detail, otherwise, replaced or {}) for detail in details]
-    problems += check_rules(sections, world)
+    problems += check_rules(sections, None if is_auto else world)
     if folder and isinstance(model := sections.get("model"), Model):
         differing = folder.disagreements(model, folder_key(tables))
         problems += [Problem(path, text) for path, text in differing.items()]
     if problems:
         raise UserError(_render(name, problems))
-    return Run(**sections)  # type: ignore[arg-type]
+    run = Run(**sections)  # type: ignore[arg-type]
+    return _with_layout(run, world, hardware) if is_auto else run
+
+
+def _with_layout(run: Run, world: int | None, hardware: str | None) -> Run:
+    """The run with the layout that "auto" stands for."""
+    if world is None:
+        return run.model_copy(update={"layout": run.layout.taken_for("")})
+    with loading(quiet=os.environ.get("RANK", "0") != "0"):
+        from longspan.planning.auto import choose_layout  # which imports torch
+
+    return choose_layout(run, world, hardware)
 
 
 def dump_run(run: Run) -> str:
@@ -139,6 +163,8 @@ def dump_run(run: Run) -> str:
         tables |= {"model": {"factory": run.model.factory}}
         tables |= {"data": {key: tables["data"][key] for key in FACTORY_DATA_KEYS}}
         del tables["attention"]
+    if run.layout.is_unresolved:
+        tables["layout"] = AUTO
     return tomli_w.dumps(tables)
 
 
@@ -335,6 +361,8 @@ Keys = tuple[str, ...]
 def _parse_override(override: str) -> tuple[Keys, Any]:
     """Return the path of keys and the value of section.key=value."""
     path, equals, text = override.partition("=")
+    if path == "layout" and text == AUTO:
+        return (path,), text
     if not (equals and re.fullmatch(rf"{KEY}(\.{KEY})+", path)):
         raise UserError(
             f"an override must look like section.key=value, got {toml_value(override)}; "
@@ -412,7 +440,8 @@ def _explain(
     loc = [str(part) for part in detail["loc"]]
     path, value = ".".join([key, *loc]), detail["input"]
     if detail["type"] in ("model_type", "model_attributes_type"):
-        return Problem(path, f"expected a table [{path}], got {toml_value(value)}")
+        other = f' or "{AUTO}"' if path == "layout" else ""
+        return Problem(path, f"expected a table [{path}]{other}, got {toml_value(value)}")
     applies = "without the override it is" if (key, loc[0]) in replaced else "the default is"
     while len(loc) > 1 and isinstance(inner := getattr(otherwise, loc[0]), Section):
         otherwise, loc = inner, loc[1:]  # a nested table

@@ -75,7 +75,7 @@ def test_every_command_with_a_result_prints_it_as_json(name: str) -> None:
         ("sketch runs --method svdd", "'sketch'); did you mean svd?"),
         ("init --preset 7B", "did you mean 7b?"),
         # An abbreviation could become ambiguous with the next option that is added.
-        ("plan --gpu rtx4090", "unrecognized arguments: --gpu; did you mean --gpus?"),
+        ("plan --gpuss 2", "unrecognized arguments: --gpuss; did you mean --gpus?"),
         ("train --res runs/first", "unrecognized arguments: --res"),
         ("bench attention --head 3", "unrecognized arguments: --head 3"),
         ("--vers", "COMMAND"),

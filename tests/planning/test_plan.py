@@ -65,7 +65,7 @@ def test_a_plan_says_that_activations_are_not_in_it(capsys: pytest.CaptureFixtur
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--gpus", "0"], "--gpus must be at least 1, got 0"),
+        (["--gpus", "0"], "--gpus must be from 1 to 1,048,576, got 0"),
         (["--gpus", "3"], "train.global_batch  8 is not a multiple of"),
         (["engine.name=deepspeed"], "use engine.name=native"),
         (["layout.tensor=2", "--gpus", "3"], "layout"),

@@ -10,6 +10,8 @@ import pytest
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.hardware import cpu_device, devices
+from longspan.planning.collective_time import collective_s, exposed_s
+from longspan.planning.communication import Traffic
 from longspan.planning.fitting import quantiles
 from longspan.planning.rates import RunRates, band_of, measured_rows
 from longspan.planning.run_time import predict
@@ -21,7 +23,7 @@ PERFECT = RunRates(
     matmul=1, half_rows=FREE, half_columns=FREE, dense=1, dilated=1, half_head_dim=FREE,
     block_traffic=FREE, loss_traffic=FREE, weight_traffic=FREE, optimizer_traffic=FREE,
     host_s=FREE, step_s=FREE, sharpness=64, link=1e6, network=1e6, link_latency_s=FREE,
-    network_latency_s=FREE,
+    network_latency_s=FREE, bandwidth=1e9,
 )  # fmt: skip
 SMALL = ["model.preset=125m", "model.vocab=1024", "data.context=4096", "train.micro_batch=2"]
 SMALL += ["train.global_batch=16", "attention.kind=dense"]
@@ -88,6 +90,30 @@ def test_offload_copies_shards_and_steps_on_the_cpu() -> None:
     assert found.parts["optimizer"] == pytest.approx(40 * parameters / 1e10)
     # Of four micro-batches each gathers twice and returns gradients once.
     assert found.parts["offload"] == pytest.approx(4 * parameters * 4 * 3 / 1e9)
+
+
+RANKS = {"replicate": 2, "shard": 4, "sequence": 2, "tensor": 4, "pipeline": 1}
+
+
+def test_a_group_within_a_node_uses_links_and_one_over_nodes_all_its_network_cards() -> None:
+    """Of 64 GPUs in nodes of 8: tensor ranks are neighbours, shards every fourth GPU."""
+    rates = RunRates(link=0.5, network=0.5, link_latency_s=1e-5, network_latency_s=1e-4)
+    within = Traffic("tensor", "all_reduce", 4, 10**9, 1, "")
+    assert collective_s(within, RANKS, H200, rates) == pytest.approx(1e-5 + 1.5 * 1e9 / 225e9)
+    over = Traffic("shard", "all_gather", 8, 10**9, 1, "")  # two of each of four nodes
+    network = 2 * 25e9
+    assert collective_s(over, RANKS, H200, rates) == pytest.approx(2e-4 + 7 / 8 * 1e9 / network)
+
+
+def test_what_overlaps_hides_behind_compute_but_its_packing_does_not() -> None:
+    rates = RunRates(link=1, link_latency_s=FREE, overlap=0.5, bandwidth=1)
+    sent = [Traffic("tensor", "broadcast", 4, 450 * 10**9, 1, "", overlaps=True)]  # 1 s
+    assert exposed_s(sent, RANKS, H200, rates, 3.0) == {}
+    assert exposed_s(sent, RANKS, H200, rates, 1.0) == pytest.approx({"tensor": 0.5})
+    ranks = {**RANKS, "tensor": 1, "replicate": 1, "sequence": 1}
+    gathered = [Traffic("shard", "broadcast", 4, 450 * 10**9, 1, "", overlaps=True)]
+    packing = 2 * 450e9 / 4.8e12
+    assert exposed_s(gathered, ranks, H200, rates, 2.0) == pytest.approx({"shard": packing})
 
 
 def test_measured_runs_are_predicted_within_the_stated_band() -> None:

@@ -216,5 +216,9 @@ def config_show(args: argparse.Namespace) -> None:
 
 def config_schema(args: argparse.Namespace) -> None:
     from longspan.config import Run
+    from longspan.runfile import AUTO
 
-    print(json.dumps(Run.model_json_schema(), indent=1))
+    schema = Run.model_json_schema()
+    layout = schema["properties"]["layout"]
+    schema["properties"]["layout"] = {"anyOf": [{"const": AUTO}, layout]}
+    print(json.dumps(schema, indent=1))

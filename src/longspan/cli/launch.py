@@ -222,9 +222,7 @@ def _checked(job: Job, file: Path, epochs: float | None, base: str) -> Job:
 
     `base`: the folder that relative paths of the run are relative to.
     """
-    from longspan.runfile import load_run
-
-    run = load_run(file, job.overrides, world=job.world)
+    run = _loaded(file, job, job.world)
     wanted = "cuda" if job.gpus_per_node else "cpu"
     if run.train.device not in ("auto", wanted):
         raise UserError(
@@ -237,7 +235,7 @@ def _checked(job: Job, file: Path, epochs: float | None, base: str) -> Job:
     if epochs is not None:
         steps = _steps(run, epochs)
         job = replace(job, overrides=(*job.overrides, f"train.steps={steps}"))
-        run = load_run(file, job.overrides, world=job.world)
+        run = _loaded(file, job, job.world)
     if job.hardware and job.gpus_per_node:
         _warn_if_too_large(run, job)
     if job.max_nodes > job.nodes:
@@ -253,13 +251,27 @@ def _checked(job: Job, file: Path, epochs: float | None, base: str) -> Job:
     return replace(job, run_text=file.read_text(encoding="utf-8-sig"))
 
 
-def _fits_any_size(job: Job, file: Path) -> bool:
-    """Whether the run fits every number of nodes of the job, as with a layout axis of -1."""
+def _loaded(file: Path, job: Job, world: int) -> Run:
+    """The run, checked for `world` processes.
+
+    `layout = "auto"` is resolved where the job runs, and here only to see whether it can be, if the
+    GPUs are known.
+    """
     from longspan.runfile import load_run
 
+    given = load_run(file, job.overrides, world=None)
+    if given.layout.is_unresolved and job.gpus_per_node and not job.hardware:
+        return given
+    return load_run(file, job.overrides, world=world, hardware=job.hardware or None)
+
+
+def _fits_any_size(job: Job, file: Path) -> bool:
+    """Whether the run fits every number of nodes of the job, as with a layout axis of -1."""
     try:
         for nodes in range(job.nodes + 1, job.max_nodes + 1):
-            load_run(file, job.overrides, world=nodes * job.processes_per_node)
+            run = _loaded(file, job, nodes * job.processes_per_node)
+            if run.layout.is_unresolved:  # nobody knows
+                return False
     except UserError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""Commands that train: init, train, plan, verify, drill."""
+"""Commands that train: init, train, verify, drill; `plan` has a module of its own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from longspan.cli import plan
 from longspan.cli.parser import Commands
 from longspan.cli.shared import (
     DONE,
@@ -24,7 +25,7 @@ from longspan.cli.shared import (
 )
 from longspan.errors import Diverged, UserError
 from longspan.presets import MODELS
-from longspan.progress import loading, waiting
+from longspan.progress import loading
 from longspan.wording import counted
 
 if TYPE_CHECKING:
@@ -36,7 +37,7 @@ GROUP = "training"
 
 
 def add(commands: Commands) -> None:
-    for each in (_add_init, _add_train, _add_plan, _add_verify, _add_drill):
+    for each in (_add_init, _add_train, plan.add, _add_verify, _add_drill):
         each(commands)
 
 
@@ -244,53 +245,6 @@ def _train_with_restarts(args: argparse.Namespace, run: Run, run_dir: Path, lock
             print(
                 f"longspan: restarting; {counted(restarts_left, 'restart')} left", file=sys.stderr
             )
-
-
-def _add_plan(commands: Commands) -> None:
-    parser = commands.add(
-        "plan",
-        "predict parameters, FLOPs and memory of a run",
-        "plan run.toml --gpus 64",
-        verb=plan,
-        group=GROUP,
-    )
-    add_run_arguments(parser)
-    parser.add_argument(
-        "--gpus",
-        type=int,
-        metavar="N",
-        help="number of GPUs (default: as many devices of this machine as the layout needs)",
-    )
-
-
-def plan(args: argparse.Namespace) -> None:
-    from longspan.runfile import load_run
-
-    if args.gpus is not None and args.gpus < 1:
-        raise UserError(f"--gpus must be at least 1, got {args.gpus}")
-    file, overrides = split_items(args.items)
-    for_gpus = args.gpus is not None
-    builtin = "cpu" if file else "cuda" if for_gpus else builtin_name()
-    given = load_run(file, overrides, builtin=builtin, world=None)
-    if given.model.factory:
-        raise UserError(
-            "plan needs the decoder that a run file describes, but this run has model.factory = "
-            f'"{given.model.factory}": its model is known to train, verify and drill'
-        )
-    if for_gpus and given.train.precision == "auto":
-        overrides.append("train.precision=bf16")
-    gpus = args.gpus if for_gpus else given.layout.min_world_size
-    run = load_run(file, overrides, builtin=builtin, world=gpus)
-    with loading():
-        import torch
-
-        from longspan.device import choose_device, resolve
-        from longspan.planning import plan
-
-    device = torch.device("cuda") if for_gpus else choose_device(run)
-    with waiting(f"planning for {gpus:,} processes"):
-        found = plan(resolve(run, device), gpus)
-    print(json.dumps(found.as_dict()) if args.json else found)
 
 
 def _add_verify(commands: Commands) -> None:

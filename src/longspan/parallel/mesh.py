@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -145,6 +145,18 @@ def _backends_of_group() -> list[str]:
     return sorted(set(re.findall(r"\w+:(\w+)", dist.get_backend_config())))
 
 
+def _check_same_on_all(ranks: Mapping[str, int], world: World) -> None:
+    """Refuse a layout that other ranks did not find as well: their devices must differ."""
+    found: list[Any] = [None] * world.size
+    dist.all_gather_object(found, dict(ranks))
+    other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+    if other is not None:
+        raise UserError(
+            f'layout = "auto" gave rank 0 {found[0]} and rank {other} {found[other]}, since their '
+            "devices differ: set the axes of [layout]"
+        )
+
+
 @contextmanager
 def open_mesh(
     layout: Layout, world: World, device: torch.device, timeout_s: float = 600.0
@@ -199,6 +211,8 @@ def open_mesh(
                 timeout=timeout,
             )
     ranks = layout.resolve(world.size)
+    if layout.why_auto:
+        _check_same_on_all(ranks, world)
     device_mesh = init_parameter_mesh(ranks, device)
     sequence_group = None
     if ranks["sequence"] > 1:

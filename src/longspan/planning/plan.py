@@ -6,7 +6,7 @@ not planned.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
@@ -15,7 +15,9 @@ from longspan.config import Run, Sketch
 from longspan.costs import checkpoint_bytes, count_parameters
 from longspan.derived import derived_values
 from longspan.errors import UserError
+from longspan.hardware import Device
 from longspan.models import flops_per_sample
+from longspan.planning.forecast import Forecast, forecast
 from longspan.planning.memory import DeviceMemory, memory_per_rank
 from longspan.wording import counted
 
@@ -64,13 +66,18 @@ class Plan:
     """Tokens per forward pass on a rank, to which the activations are proportional."""
     checkpoint_bytes: int
     alternatives: list[Alternative]
+    forecast: Forecast | None = None
+    """Time and cost, if the device is known."""
 
     def as_dict(self) -> dict[str, Any]:
         stages = [{**asdict(memory), "on_device": memory.on_device} for memory in self.stages]
-        return {**asdict(self), "stages": stages, "not_included": NOT_INCLUDED}
+        forecast = None if self.forecast is None else self.forecast.as_dict()
+        plain = asdict(replace(self, forecast=None))
+        return {**plain, "stages": stages, "forecast": forecast, "not_included": NOT_INCLUDED}
 
     def __str__(self) -> str:
-        return "\n\n".join([self._summary(), self._memory(), self._alternatives()])
+        forecast = [] if self.forecast is None else [str(self.forecast)]
+        return "\n\n".join([self._summary(), *forecast, self._memory(), self._alternatives()])
 
     def _summary(self) -> str:
         total = self.matmul_flops + self.attention_flops
@@ -114,10 +121,11 @@ class Plan:
         return "\n".join(lines)
 
 
-def plan(run: Run, gpus: int) -> Plan:
+def plan(run: Run, gpus: int, device: Device | None = None, tokens: int | None = None) -> Plan:
     """The parameters, FLOPs and memory of `run`, which `load_run` has checked for `gpus` processes.
 
-    A precision of "auto" is planned as bf16, which it is on GPUs. `print(plan(run, 8))` shows what
+    With a `device` also time and cost, of all the run's tokens or of so many. A precision of "auto"
+    is planned as bf16, which it is on GPUs. `print(plan(run, 8, device_of("h100")))` shows what
     `longspan plan` does.
     """
     if run.engine.name != "native":
@@ -142,6 +150,7 @@ def plan(run: Run, gpus: int) -> Plan:
         micro_batch_tokens=run.train.micro_batch * context // ranks["sequence"],
         checkpoint_bytes=checkpoint_bytes(run.model),
         alternatives=_alternatives(run, gpus),
+        forecast=None if device is None else forecast(run, gpus, device, tokens),
     )
 
 

@@ -46,6 +46,9 @@ class RunRates(MatmulRates):
     """Seconds of the host to launch a compiled block, forward and backward."""
     eager_host: float = 4.0
     """How often that if it is not compiled."""
+    split_host: float = 2.0
+    """How often that if ranks split the block's tensors: collectives are launched, and the compiler
+    leaves them out."""
     sharpness: float = 4.0
     """p of the p-norm between device and host: infinite if the slower one hides the other, 1 if
     each waits for the other."""

@@ -9,7 +9,7 @@ stages are those of the training code.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -26,6 +26,8 @@ from longspan.models.cost import (
     stage_flops,
 )
 from longspan.parallel.pipeline_schedule import plan_stages
+from longspan.planning.collective_time import exposed_s
+from longspan.planning.communication import communication
 from longspan.planning.rates import RunRates, rates_of
 from longspan.planning.step_time import matmul_s, slower_of
 
@@ -86,7 +88,21 @@ def predict(run: Run, gpus: int, device: Device, rates: RunRates | None = None) 
 
     "auto" is bf16 (fp32 on a CPU) for precision, and compiled on GPUs.
     """
-    rates = rates or rates_of(device)
+    rates, run = rates or rates_of(device), with_precision(run, device)
+    computed = compute_time(run, gpus, device, rates)
+    return computed if gpus == 1 else with_communication(computed, run, rates)
+
+
+def with_precision(run: Run, device: Device) -> Run:
+    """The run with the precision that "auto" is on a device."""
+    if run.train.precision != "auto":
+        return run
+    precision = "bf16" if device.peak("bf16") else "fp32"
+    return run.model_copy(update={"train": run.train.model_copy(update={"precision": precision})})
+
+
+def compute_time(run: Run, gpus: int, device: Device, rates: RunRates) -> RunTime:
+    """`predict` without what ranks wait for each other's collectives: a lower bound."""
     shape = _Shape(run, gpus, device)
     layer, head = _layer(run, shape, device, rates), _head(run, shape, device, rates)
     layer_s, head_s = sum(layer.values()), sum(head.values())
@@ -98,7 +114,8 @@ def predict(run: Run, gpus: int, device: Device, rates: RunRates | None = None) 
     parts = {name: count * model.layers / len(times) * s for name, s in layer.items()}
     for name, seconds in head.items():
         parts[name] = parts.get(name, 0.0) + count * seconds / len(times)
-    parts["bubble"] = count * (slowest - mean) + _bubble(run.layout, len(times)) * slowest
+    parts["pipeline bubble"] = count * (slowest - mean)
+    parts["pipeline bubble"] += _bubble(run.layout, len(times)) * slowest
     parts["optimizer"], parts["offload"] = _step_end(run, shape, device, rates)
     parts["other"] = rates.step_s
     context = run.data.context
@@ -110,6 +127,15 @@ def predict(run: Run, gpus: int, device: Device, rates: RunRates | None = None) 
         peak=shape.peak,
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
     )
+
+
+def with_communication(computed: RunTime, run: Run, rates: RunRates) -> RunTime:
+    """`compute_time`, and the collectives that it does not hide."""
+    ranks = run.layout.resolve(computed.gpus)
+    traffic = communication(run, computed.gpus, pipeline_rank=ranks["pipeline"] // 2)
+    waited = exposed_s(traffic, ranks, computed.device, rates, computed.step_s)
+    parts = {**computed.parts, **{f"communication, {axis}": s for axis, s in waited.items()}}
+    return replace(computed, parts=parts)
 
 
 class _Shape:
@@ -127,8 +153,6 @@ class _Shape:
         self.flops = stage_flops(model, self.pattern, run.data.context)
         is_cpu = device.name == "cpu"
         precision = train.precision
-        if precision == "auto":
-            precision = "fp32" if is_cpu else "bf16"
         peak = device.peak(precision)
         if peak is None:
             raise UserError(
@@ -168,6 +192,8 @@ def _layer(run: Run, shape: _Shape, device: Device, rates: RunRates) -> dict[str
     }
     host = rates.host_s * (1 if shape.is_compiled else rates.eager_host)
     host *= 1 + RECOMPUTE_HOST[train.activation_checkpointing]
+    if shape.tensor > 1 or shape.ranks["sequence"] > 1:
+        host *= rates.split_host
     device_s = sum(found.values())
     found["host"] = float(slower_of(device_s, host, rates.sharpness)) - device_s
     if train.offload_activations:
@@ -216,7 +242,7 @@ def _block_bytes(run: Run, shape: _Shape) -> float:
     model = run.model
     splits_norms = run.layout.megatron_sequence_parallel
     hidden = HIDDEN_BYTES * model.hidden / (shape.tensor if splits_norms else 1)
-    queries_and_keys = model.hidden * (1 + model.kv_heads / model.heads)
+    queries_and_keys = model.head_dim * (model.heads + model.kv_heads)
     wide = WIDE_BYTES * shape.width / 2 * (queries_and_keys + 2 * model.ffn) / shape.tensor
     return shape.tokens * (hidden + wide)
 

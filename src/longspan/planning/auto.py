@@ -1,0 +1,72 @@
+"""`layout = "auto"`: the first layout of a search, once devices and processes are known.
+
+Every rank finds it for itself: the search depends on the run, the number of processes and the kind
+of device alone. `open_mesh` makes sure that all have found the same.
+"""
+
+from __future__ import annotations
+
+import os
+
+from longspan.config import Run
+from longspan.errors import UserError
+from longspan.hardware import Device, cpu_device, device_of, find_device, may_have_gpu
+from longspan.planning.search import TRAIN_KEYS, Search, search
+
+SHOWN = 3
+"""Layouts to look for: the first, and what it is compared with."""
+
+
+def choose_layout(run: Run, world: int, hardware: str | None = None) -> Run:
+    """The run with the layout that is predicted to be the fastest of those that fit.
+
+    Also the micro-batch and activation checkpointing, if the run file does not set them. The
+    devices are those of this machine, or `hardware`.
+    """
+    for key, value in (("model.factory", run.model.factory), ("engine.name", run.engine.name)):
+        if value not in ("", "native"):
+            raise UserError(
+                f'layout = "auto" is not supported with {key} = "{value}", of which nothing is '
+                "predicted: set the axes of [layout]"
+            )
+    device = device_of(hardware) if hardware else this_device(run, world)
+    fixed = [key for key in TRAIN_KEYS if key in run.train.model_fields_set]
+    found = search(run, world, device, fixed=fixed, shown=SHOWN)
+    if not found.ranked:
+        raise UserError(f'layout = "auto": {"; ".join(found.why())}; see longspan plan')
+    best = found.best.run
+    chosen = {key: getattr(best.train, key) for key in TRAIN_KEYS}
+    return run.model_copy(
+        update={
+            "layout": best.layout.taken_for(_why(found, fixed)),
+            "train": run.train.model_copy(update=chosen),
+        }
+    )
+
+
+def this_device(run: Run, world: int) -> Device:
+    """What each of the processes of this machine, of `world` in all, has to compute on."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    if run.train.device == "cpu" or not may_have_gpu():
+        return cpu_device(here)
+    import torch
+
+    if not torch.cuda.is_available():
+        return cpu_device(here)
+    name = torch.cuda.get_device_name()
+    found = find_device(name)
+    if found is None:
+        raise UserError(
+            f'layout = "auto" needs a known GPU, but "{name}" is not in the table: set the axes of '
+            "[layout], such as layout.shard = -1; longspan plan --search --gpu FILE.toml compares "
+            "layouts for a GPU that you describe"
+        )
+    return found
+
+
+def _why(found: Search, fixed: list[str]) -> str:
+    words = {"micro_batch": "micro-batch", "activation_checkpointing": "activation checkpointing"}
+    train = found.best.run.train
+    chosen = [f"{word} {getattr(train, key)}" for key, word in words.items() if key not in fixed]
+    text = ", ".join(["the fastest predicted of those that fit", *chosen])
+    return "; ".join([text, *found.why()[:1]])

@@ -1,0 +1,329 @@
+"""Which layout to train with: all that a number of devices allows, ranked by predicted tokens/s.
+
+Searched are the ranks of every axis and the ZeRO stage, activation checkpointing, the micro-batch
+and, if nothing fits without it, offload. What a run must hold to is not restated here: `rules.py`
+refuses candidates, `memory_per_rank` says what they need, `run_time.py` how long they take.
+
+A prediction without collectives is fast, and a lower bound of the time. Candidates are taken in its
+order, and what saves memory is tried only where it is needed, so that few of tens of thousands have
+their communication and memory computed.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from longspan.config import AXES, Run
+from longspan.hardware import Device
+from longspan.planning.memory import memory_per_rank
+from longspan.planning.rates import RunRates, rates_of
+from longspan.planning.run_time import (
+    RunTime,
+    compute_time,
+    predict,
+    with_communication,
+    with_precision,
+)
+from longspan.rules import first_layout_problem
+from longspan.wording import counted
+
+GIB = 2**30
+ALLOWANCE = 1.5 * GIB
+"""Of a GPU's memory, for its context, libraries and what the plan does not see."""
+SHOWN = 10
+"""Layouts in the table."""
+MICRO_BATCH, CHECKPOINTING = TRAIN_KEYS = ("micro_batch", "activation_checkpointing")
+"""What is searched besides the layout."""
+MODES = ("none", "selective", "full")
+"""Activation checkpointing, the fastest first."""
+MAX_MICRO_BATCHES = 8
+"""Sizes of micro-batches that are tried."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A run with one of the layouts."""
+
+    run: Run
+    time: RunTime
+    needed: int
+    """Bytes on the fullest device."""
+
+    @property
+    def fits(self) -> bool:
+        return self.needed <= usable_memory(self.time.device)
+
+    @property
+    def text(self) -> str:
+        return f"{layout_text(self.run, self.time.gpus)}, {_train_text(self.run)}"
+
+    def beside(self, other: Candidate) -> str:
+        """Its text without what is the same in another."""
+        train = _train_text(self.run)
+        layout = layout_text(self.run, self.time.gpus)
+        return layout if train == _train_text(other.run) else f"{layout}, {train}"
+
+    def as_dict(self) -> dict[str, Any]:
+        run, keys = self.run, (*AXES, "zero", "offload")
+        return {
+            "layout": {key: getattr(run.layout, key) for key in keys},
+            "train": {key: getattr(run.train, key) for key in (*TRAIN_KEYS, "global_batch")},
+            "context": run.data.context,
+            "memory_bytes": self.needed,
+            **self.time.as_dict(),
+        }
+
+
+@dataclass
+class Search:
+    """What a search has found."""
+
+    gpus: int
+    device: Device
+    tried: int = 0
+    """Candidates whose time and memory were predicted."""
+    ranked: list[Candidate] = field(default_factory=list)
+    """Those that fit, the fastest of each layout, the fastest first."""
+    too_large: list[Candidate] = field(default_factory=list)
+    """Those that would be faster than the last of `ranked`, but do not fit."""
+
+    @property
+    def best(self) -> Candidate:
+        return self.ranked[0]
+
+    def why(self) -> list[str]:
+        """Why the first and not the others, in words."""
+        if not self.ranked:
+            return [self._nothing_fits()]
+        best, lines = self.best, []
+        faster = [x for x in self.too_large if x.time.step_s < best.time.step_s]
+        if faster:
+            other = faster[0]
+            lines.append(
+                f"faster, but too large: {other.beside(best)}: "
+                f"{best.time.step_s / other.time.step_s - 1:.0%} more tokens/s, needs "
+                f"{other.needed / GIB:,.1f} of {self.device.memory / GIB:,.0f} GiB"
+            )
+        for other in self.ranked[1:3]:
+            slower = other.time.step_s / best.time.step_s - 1
+            lines.append(
+                f"{other.beside(best)}: {slower:.1%} slower{_because(other.time, best.time)}"
+            )
+        return lines
+
+    def _nothing_fits(self) -> str:
+        if not self.too_large:
+            return f"no layout of {counted(self.gpus, 'device')} fits the rules of this run"
+        least = min(self.too_large, key=lambda x: x.needed)
+        return (
+            f"nothing fits in {self.device.memory / GIB:,.0f} GiB on "
+            f"{counted(self.gpus, 'device')}: the least is {least.needed / GIB:,.1f} GiB, with "
+            f"{least.text}"
+        )
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "gpus": self.gpus,
+            "device": self.device.name,
+            "tried": self.tried,
+            "ranked": [x.as_dict() for x in self.ranked],
+            "too_large": [x.as_dict() for x in self.too_large[:SHOWN]],
+            "why": self.why(),
+        }
+
+    def __str__(self) -> str:
+        if not self.ranked:
+            return self._nothing_fits()
+        lines = [
+            f"{counted(self.gpus, 'device')}, {self.device.title}, the fastest way to train with "
+            "each layout that fits:",
+            f"  {'tokens/s':>12}{'MFU':>7}{'GiB':>8}  layout",
+        ]
+        for x in self.ranked:
+            lines.append(
+                f"  {x.time.tokens_per_s:>12,.0f}{x.time.mfu:>7.1%}{x.needed / GIB:>8.1f}  {x.text}"
+            )
+        return "\n".join([*lines, *(f"  {line}" for line in self.why())])
+
+
+def usable_memory(device: Device) -> float:
+    """Bytes of a device that a run may use."""
+    return device.memory - (0 if device.name == "cpu" else ALLOWANCE)
+
+
+def candidate_of(run: Run, gpus: int, device: Device) -> Candidate:
+    """The time and memory of a run as it is."""
+    run = with_precision(run, device)
+    return Candidate(run, predict(run, gpus, device), _needed(run, gpus))
+
+
+def _needed(run: Run, gpus: int) -> int:
+    return max(memory.on_device for memory in memory_per_rank(run, gpus))
+
+
+def search(
+    run: Run,
+    gpus: int,
+    device: Device,
+    *,
+    fixed: Collection[str] = (),
+    rates: RunRates | None = None,
+    shown: int = SHOWN,
+) -> Search:
+    """Rank the ways to train `run` on `gpus` devices; keys of [train] in `fixed` are kept."""
+    rates, found = rates or rates_of(device), Search(gpus, device)
+    run = with_precision(run, device)
+    for offload in (False, True):
+        _search(run, gpus, rates, found, fixed, shown, offload)
+        if found.ranked:
+            break
+    return found
+
+
+def _search(
+    run: Run,
+    gpus: int,
+    rates: RunRates,
+    found: Search,
+    fixed: Collection[str],
+    shown: int,
+    offload: bool,
+) -> None:
+    """Take candidates from the fastest to the slowest until `shown` layouts fit.
+
+    What follows a candidate that does not fit saves memory and takes at least as long.
+    """
+    count, queue = itertools.count(), list[tuple[float, int, bool, Run, RunTime]]()
+
+    def put(candidate: Run) -> None:
+        computed = compute_time(candidate, gpus, found.device, rates)
+        heapq.heappush(queue, (computed.step_s, next(count), gpus == 1, candidate, computed))
+
+    for candidate in first_candidates(run, gpus, fixed=fixed, offload=offload):
+        put(candidate)
+    layouts, seen = set[tuple[int, ...]](), set[tuple[Any, ...]]()
+    while queue and len(found.ranked) < shown:
+        _, _, is_whole, candidate, time = heapq.heappop(queue)
+        ranks = tuple(candidate.layout.resolve(gpus).values())
+        if ranks in layouts:  # a faster way with it fits
+            continue
+        if not is_whole:
+            whole = with_communication(time, candidate, rates)
+            heapq.heappush(queue, (whole.step_s, next(count), True, candidate, whole))
+            continue
+        found.tried += 1
+        entry = Candidate(candidate, time, _needed(candidate, gpus))
+        if entry.fits:
+            layouts.add(ranks)
+            found.ranked.append(entry)
+            continue
+        found.too_large.append(entry)
+        for smaller in _smaller(candidate, gpus, fixed):
+            train = smaller.train
+            key = (ranks, smaller.layout.zero, train.micro_batch, train.activation_checkpointing)
+            if key not in seen:
+                seen.add(key)
+                put(smaller)
+
+
+def first_candidates(
+    run: Run, gpus: int, *, fixed: Collection[str] = (), offload: bool = False
+) -> Iterator[Run]:
+    """The layouts of `gpus` devices that the rules allow, with the same global batch: for each size
+    of micro-batch the fastest, which shards and recomputes least.
+    """  # fmt: skip
+    mode = run.train.activation_checkpointing if CHECKPOINTING in fixed else MODES[0]
+    for ranks in factorizations(gpus, len(AXES)):
+        axes = dict(zip(AXES, ranks, strict=True))
+        per_rank, rest = divmod(run.train.global_batch, axes["replicate"] * axes["shard"])
+        if rest:
+            continue
+        zero = 1 if _uses_zero(axes, gpus) else run.layout.zero
+        layout = run.layout.model_copy(update={**axes, "zero": zero, "offload": offload})
+        for size in [run.train.micro_batch] if MICRO_BATCH in fixed else _micro_batches(per_rank):
+            update = {MICRO_BATCH: size, CHECKPOINTING: mode}
+            train = run.train.model_copy(update=update)
+            candidate = run.model_copy(update={"layout": layout, "train": train})
+            if _is_allowed(candidate, gpus):
+                yield candidate
+
+
+def _smaller(candidate: Run, gpus: int, fixed: Collection[str]) -> Iterator[Run]:
+    """The candidates that save more memory by one step: ZeRO stage, activation checkpointing."""
+    layout, train = candidate.layout, candidate.train
+    if _uses_zero(layout.resolve(gpus), gpus) and layout.zero < 3:
+        more = layout.model_copy(update={"zero": layout.zero + 1})
+        yield from _allowed(candidate.model_copy(update={"layout": more}), gpus, fixed)
+    mode = train.activation_checkpointing
+    if CHECKPOINTING not in fixed and mode != MODES[-1]:
+        following = MODES[MODES.index(mode) + 1]
+        train = train.model_copy(update={CHECKPOINTING: following})
+        yield from _allowed(candidate.model_copy(update={"train": train}), gpus, fixed)
+
+
+def _allowed(candidate: Run, gpus: int, fixed: Collection[str]) -> Iterator[Run]:
+    """The candidate, or what comes after it if a rule refuses it."""
+    if _is_allowed(candidate, gpus):
+        yield candidate
+    else:
+        yield from _smaller(candidate, gpus, fixed)
+
+
+def _uses_zero(ranks: Mapping[str, int], gpus: int) -> bool:
+    """Whether FSDP2 reduces gradients: over any ranks but those of DDP."""
+    return ranks["replicate"] * ranks["shard"] * ranks["sequence"] > 1 and ranks["replicate"] < gpus
+
+
+def _is_allowed(candidate: Run, gpus: int) -> bool:
+    sections = {name: getattr(candidate, name) for name in type(candidate).model_fields}
+    return first_layout_problem(sections, gpus) is None
+
+
+def factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
+    """All tuples of so many positive integers whose product is `number`, large ones first."""
+    if factors == 1:
+        yield (number,)
+        return
+    for first in reversed(divisors(number)):
+        for rest in factorizations(number // first, factors - 1):
+            yield first, *rest
+
+
+def divisors(number: int) -> list[int]:
+    small = [n for n in range(1, int(number**0.5) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
+
+
+def _micro_batches(per_rank: int) -> list[int]:
+    """Sizes that divide a rank's share of the global batch: all, or of many the powers of two."""
+    sizes = divisors(per_rank)
+    if len(sizes) > MAX_MICRO_BATCHES:
+        sizes = [n for n in sizes if n & (n - 1) == 0][:MAX_MICRO_BATCHES]
+    return sizes
+
+
+def layout_text(run: Run, gpus: int) -> str:
+    """A layout in words, axes of one rank left out."""
+    ranks = run.layout.resolve(gpus)
+    axes = " × ".join(f"{axis} {n}" for axis, n in ranks.items() if n > 1) or "one process"
+    zero = f", ZeRO stage {run.layout.zero}" if _uses_zero(ranks, gpus) else ""
+    return f"{axes}{zero}{', offloaded to CPU' if run.layout.offload else ''}"
+
+
+def _train_text(run: Run) -> str:
+    train = run.train
+    return (
+        f"micro-batch {train.micro_batch}, activation checkpointing "
+        f"{train.activation_checkpointing}"
+    )
+
+
+def _because(slower: RunTime, faster: RunTime) -> str:
+    """What most of the difference between two steps is."""
+    more = {name: seconds - faster.parts.get(name, 0.0) for name, seconds in slower.parts.items()}
+    name = max(more, key=lambda key: more[key])
+    return f" ({name})" if more[name] > 0 else ""
