@@ -69,8 +69,8 @@ def load_run(
     """Load the run file `path`, or the built-in run `builtin`, with section.key=value overrides.
 
     The layout is checked for `world` processes; None skips that check. `layout = "auto"` becomes
-    the layout for `world` devices of this machine, or of `hardware`, a GPU as `longspan plan --gpu`
-    takes it; without a world it stays unresolved.
+    the layout for `world` devices of this machine, or of the GPU `hardware`, a name in the table or
+    a TOML file; without a world it stays unresolved.
     """
     name = str(path) if path else f'built-in run "{builtin}"'
     base = _read(Path(path)) if path else read_builtin(builtin)
