@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "doctor": RUN | {"benchmarks", "costs", "parallel", "planning"},
     "trained": MODEL | RUN,
     "generate": MODEL | RUN | {"trained"},
-    "sketch_run": MODEL | RUN | {"parallel", "trained", "training"},
+    "sketch_run": MODEL | RUN | {"export", "parallel", "trained", "training"},
     "drill": {"checkpoint", "config", "runfile", "tracking"},
     "create": MODEL | {"device", "parallel", "runfile"},
     "compat": {"attention", "create", "parallel", "sketching"},

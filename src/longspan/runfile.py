@@ -49,7 +49,16 @@ DRAFT = r"\.step-[0-9]+\.(tmp|removed)"
 
 OURS = {RUN_FILE, CHECKPOINTS, LOCK, "env.json", "tokenizer.json", "tokenizer_config.json"}
 OURS |= {"metrics.jsonl", "history.jsonl", "heartbeats", "logs", "micro_batch", "STOP", "SAVE"}
-OURS |= {"sinks.json", "tensorboard", "wandb", "mlruns", "profile", "report.html", "rendezvous"}
+OURS |= {
+    "huggingface",
+    "sinks.json",
+    "tensorboard",
+    "wandb",
+    "mlruns",
+    "profile",
+    "report.html",
+    "rendezvous",
+}
 """All that a run has in its folder."""
 
 SECTIONS: dict[str, type[Section]] = {

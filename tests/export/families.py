@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_family(family: str, folder: Path, **fields: Any) -> Any:
+def save_family(family: str, folder: Path, *, shard_size: str = "1GB", **fields: Any) -> Any:
     """A random model of a family that transformers saves in `folder`."""
     transformers = pytest.importorskip("transformers")
     name, own = FAMILIES[family]
@@ -51,7 +51,7 @@ def save_family(family: str, folder: Path, **fields: Any) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:  # biases and norms, which are all 0 or 1
                 parameter.add_(0.2 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
+    model.save_pretrained(folder, max_shard_size=shard_size)
     return model
 
 

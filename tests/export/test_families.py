@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from longspan.checkpoint import Region
 from longspan.data import Batch
 from longspan.export import huggingface
 from longspan.export.config_json import hf_name
@@ -35,11 +36,19 @@ def samples() -> tuple[Tensor, Tensor]:
 
 
 def compute(rank: int, world: int, folder: str, overrides: list[str]) -> tuple[Any, Gradients]:
-    """A rank's logits and the positions of its tokens, its loss, and its shards of gradients."""
+    """A rank's logits, the positions of its tokens, how much it read, and its gradients' shards."""
     run = run_from(Path(folder), *overrides, world=world)
     with open_state(run, rank, world) as (state, _):
         engine, mesh = state.engine, state.mesh
-        engine.load_weights(huggingface.weight_reader(Path(folder), run))
+        read, elements = huggingface.weight_reader(Path(folder), run), 0
+
+        def count(name: str, region: Region) -> Tensor:
+            nonlocal elements
+            values = read(name, region)
+            elements += values.numel()
+            return values
+
+        engine.load_weights(count)
         tokens, targets = samples()
         positions = engine.model.positions
         with torch.no_grad():
@@ -58,7 +67,7 @@ def compute(rank: int, world: int, folder: str, overrides: list[str]) -> tuple[A
             gradient = reduced_grad(parameter)
             if parameter is not copy and gradient is not None:
                 gradients[name] = (local_offset(parameter), gradient.clone())
-        return (logits, positions), gradients
+        return (logits, positions, elements), gradients
 
 
 def compare(model: Any, ranks: list[tuple[Any, Gradients]]) -> None:
@@ -66,7 +75,7 @@ def compare(model: Any, ranks: list[tuple[Any, Gradients]]) -> None:
     tokens, targets = samples()
     with torch.no_grad():
         expected = model(tokens).logits
-    for (logits, positions), _ in ranks:
+    for (logits, positions, _), _ in ranks:
         torch.testing.assert_close(logits, expected[:, positions], rtol=0, atol=1e-5)
     _, theirs = loss_and_gradients(model, tokens, targets)
     found: dict[str, Tensor] = {}
@@ -106,8 +115,18 @@ LAYOUTS = {
     ],
 )
 def test_layouts_compute_the_same(ranks: Ranks, family: str, layout: str, tmp_path: Path) -> None:
-    model = save_family(family, tmp_path)
-    compare(model, ranks.run(compute, 2, str(tmp_path), LAYOUTS[layout]))
+    model = save_family(family, tmp_path, shard_size="10KB")
+    assert not (tmp_path / "model.safetensors").exists()
+    found = ranks.run(compute, 2, str(tmp_path), LAYOUTS[layout])
+    compare(model, found)
+    # Each rank reads its own shards; only small tensors, and a pipeline's tied embedding, are on
+    # both.
+    total = sum(p.numel() for p in model.parameters())
+    twice = {name: p for name, p in model.named_parameters() if p.dim() == 1}
+    if layout == "pipeline" and model.config.tie_word_embeddings:
+        twice = {"embedding": model.model.embed_tokens.weight}
+    allowed = 0 if layout in ("zero3", "sequence") else sum(p.numel() for p in twice.values())
+    assert total <= sum(elements for (_, _, elements), _ in found) <= total + allowed
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}

@@ -198,6 +198,12 @@ def _add_export(commands: Commands) -> None:
     parser.add_argument(
         "--step", type=int, metavar="N", help="step of the checkpoint to export (default: newest)"
     )
+    parser.add_argument(
+        "--dtype",
+        choices=["fp32", "bf16", "fp16"],
+        default="fp32",
+        help="dtype of the exported weights",
+    )
     parser.add_argument("--json", action="store_true", help=JSON)
 
 
@@ -206,7 +212,8 @@ def export(args: argparse.Namespace) -> None:
         from longspan.export.huggingface import export
 
     with waiting(f"exporting {args.run_dir}"):
-        exported = export(args.run_dir, args.out, step=args.step, key_file=args.key_file)
+        options = {"step": args.step, "dtype": args.dtype, "key_file": args.key_file}
+        exported = export(args.run_dir, args.out, **options)
     print(json.dumps(asdict(exported)) if args.json else exported)
 
 

@@ -52,7 +52,8 @@ def _add_init(commands: Commands) -> None:
     parser.add_argument(
         "--preset",
         choices=list(MODELS),
-        help="model size (default: tiny on a CPU, 125m on a GPU)",
+        metavar="PRESET",
+        help=f"{', '.join(MODELS)} (default: tiny on a CPU, 125m on a GPU)",
     )
     parser.add_argument(
         "--data", type=Path, metavar="FOLDER", help="folder of token shards (default: builtin)"

@@ -33,9 +33,17 @@ from longspan.checkpoint import (
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.export.config_json import hf_config, hf_name
+from longspan.export.side_files import (
+    GENERATION_CONFIG,
+    SIDE_FOLDER,
+    TOKENIZER_FILES,
+    is_tokenizer_of,
+    special_ids_of,
+    tokenizer_problems,
+)
 from longspan.export.tokenizer import special_ids, tokenizer_of, write_tokenizer
 from longspan.files import atomic_folder, open_safetensors, read_json_object
-from longspan.hf_config import cache_root, read_folder_config
+from longspan.hf_config import CONFIG, cache_root, read_folder_config
 from longspan.models import new_decoder, parameter_shapes
 from longspan.runfile import load_run, saved_run_file
 from longspan.sketching import to_dense
@@ -48,6 +56,8 @@ MAX_INDEX_BYTES = 16 << 20
 """Size limit of an index; that of 90,000 tensors has nine megabytes."""
 DTYPES = ("F64", "F32", "F16", "BF16")
 """What weights may be stored in, by safetensors' names."""
+COMPARED_ROWS = 4096
+"""Rows of a head and an embedding that are compared at a time."""
 MAX_PROBLEMS = 20
 """Problems of a folder of weights that are listed."""
 
@@ -66,10 +76,17 @@ class Exported:
         return "; ".join([text, *self.notes])
 
 
-def export(run_dir: Path, out: Path, *, step: int | None = None, key_file: str = "") -> Exported:
-    """Export the newest checkpoint of a run, or that of `step`.
+EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-    It must be signed with the key in `key_file`, or else in the run's.
+
+def export(
+    run_dir: Path, out: Path, *, step: int | None = None, dtype: str = "fp32", key_file: str = ""
+) -> Exported:
+    """Export the newest checkpoint of a run, or that of `step`, in a dtype of EXPORT_DTYPES.
+
+    It must be signed with the key in `key_file`, or else in the run's. A run that started from a
+    folder of Hugging Face, on data of its tokenizer, gives back that folder's tokenizer files and
+    generation settings.
     """
     run = load_run(saved_run_file(run_dir), world=None)
     if run.model.sub_layer_norm:
@@ -84,15 +101,21 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, key_file: str =
         raise UserError(f"{out} already exists: choose another folder")
     saved = open_checkpoint(path, read_key(key_file or run.checkpoint.key_file))
     saved.check(saved.files_of("model"))
-    tokenizer = tokenizer_of(run_dir, run)
-    ids = special_ids(tokenizer)
+    tokenizer, side = tokenizer_of(run_dir, run), run_dir / SIDE_FOLDER
+    has_side = is_tokenizer_of(side, tokenizer)
+    ids = special_ids_of(side) if has_side else special_ids(tokenizer)
+    as_torch = EXPORT_DTYPES[dtype]
     try:
         with atomic_folder(out) as draft:
-            _write_shards(draft, _dense_tensors(run, saved))
-            files = {"config.json": hf_config(run, ids), "generation_config.json": ids}
-            for name, content in files.items():
+            _write_shards(draft, _dense_tensors(run, saved), as_torch)
+            config = hf_config(run, ids, str(as_torch).removeprefix("torch."))
+            for name, content in ((CONFIG, config), (GENERATION_CONFIG, ids)):
                 (draft / name).write_text(json.dumps(content, indent=1) + "\n")
-            if tokenizer:
+            if has_side:
+                for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
+                    if (side / name).exists():
+                        (draft / name).write_bytes((side / name).read_bytes())
+            elif tokenizer:
                 write_tokenizer(draft, tokenizer, run.data.context)
     except OSError as error:
         raise UserError(f"cannot export to {out}: {error.strerror or error}") from error
@@ -107,6 +130,8 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, key_file: str =
         notes.append(
             "the tokenizer has no end-of-document token, so generation does not stop at one"
         )
+    if not has_side and (side / TOKENIZER_FILES[0]).exists():
+        notes.append("its tokenizer is that of the data, not that of the folder it started from")
     return Exported(str(run_dir), saved.step, str(out), notes)
 
 
@@ -125,12 +150,17 @@ def _dense_tensors(run: Run, saved: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     yield from ((name, parameter.detach()) for name, parameter in model.named_parameters())
 
 
-def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def _write_shards(folder: Path, tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype) -> None:
     """Write safetensors files of at most MAX_SHARD_BYTES, with an index if there are several."""
     shard: dict[str, Tensor] = {}
     shard_of: dict[str, int] = {}
     count, size, total = 1, 0, 0
-    for name, x in tensors:
+    for name, full in tensors:
+        x = full.to(dtype)
+        if not x.isfinite().all():
+            raise UserError(
+                f"{hf_name(name)} has values that {dtype} cannot hold: use --dtype bf16"
+            )
         if size and size + x.nbytes > MAX_SHARD_BYTES:
             _write_shard(folder, count, shard)
             shard, size, count = {}, 0, count + 1
@@ -166,7 +196,7 @@ def weight_reader(folder: Path, run: Run) -> Callable[[str, Region], Tensor]:
     files: dict[str, Any] = {}
     if not problems:  # otherwise every shape differs
         files = _open_tensors(folder)
-        problems = _tensor_problems(files, run)
+        problems = _tensor_problems(files, run) + tokenizer_problems(folder, run.model.vocab)
     if problems:
         more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
         lines = [f"  {line}" for line in [*problems[:MAX_PROBLEMS], *more]]
@@ -252,6 +282,8 @@ def _is_redundant(name: str, files: dict[str, Any], run: Run) -> bool:
     head, embedding = hf_name("head.weight"), hf_name("embedding.weight")
     if name != head or not run.model.tie_embeddings or embedding not in files:
         return False
-    if len({tuple(files[key].get_slice(key).get_shape()) for key in (head, embedding)}) > 1:
+    both = [files[key].get_slice(key) for key in (head, embedding)]
+    if len({tuple(stored.get_shape()) for stored in both}) > 1:
         return False
-    return torch.equal(*(files[key].get_tensor(key) for key in (head, embedding)))
+    starts = range(0, run.model.vocab, COMPARED_ROWS)
+    return all(torch.equal(*(x[start : start + COMPARED_ROWS] for x in both)) for start in starts)

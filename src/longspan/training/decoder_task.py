@@ -15,12 +15,14 @@ from longspan.config import Run
 from longspan.costs import count_parameters
 from longspan.data import Prefetcher
 from longspan.data.packing import PackedSource
+from longspan.data.tokenizer import TOKENIZER, Tokenizer
 from longspan.derived import derived_values, model_name
 from longspan.device import autocast
 from longspan.engines import DecoderSpec, Engine
 from longspan.engines.optimizer import set_learning_rate
 from longspan.engines.protocol import ReadTensor
 from longspan.export.huggingface import weight_reader
+from longspan.export.side_files import is_tokenizer_of
 from longspan.hf_config import read_folder_config
 from longspan.models import new_decoder
 from longspan.models.generation import encode_prompt
@@ -76,7 +78,7 @@ class DecoderTask:
             "data": self.source.describe(),
             **derived_values(run, mesh.ranks),
             **pipeline,
-            **({"weights": _weights_text(run)} if has_weights else {}),
+            **({"weights": _weights_text(run, self.source.tokenizer)} if has_weights else {}),
         }
 
     def sample(
@@ -99,8 +101,10 @@ class DecoderTask:
             return sample(run.train.seed, device, reporter, should_stop=should_stop)
 
 
-def _weights_text(run: Run) -> str:
+def _weights_text(run: Run, tokenizer: Tokenizer | None) -> str:
     """Where a new run's weights come from, and what it computes otherwise than their config."""
-    folder = run.train.init_from
-    changes = read_folder_config(Path(folder)).changes(run)
+    folder = Path(run.train.init_from)
+    changes = read_folder_config(folder).changes(run)
+    if tokenizer and (folder / TOKENIZER).exists() and not is_tokenizer_of(folder, tokenizer):
+        changes.append(f"the tokenizer {tokenizer.name} of the data instead of the folder's")
     return "; ".join([f"initialised from {folder}", *changes])

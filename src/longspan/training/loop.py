@@ -19,6 +19,7 @@ from longspan.config import Run
 from longspan.device import autocast, choose_device, resolve
 from longspan.engines import open_engine
 from longspan.errors import Diverged, OutOfMemory, PeerLost, Stopped
+from longspan.export.side_files import copy_side_files
 from longspan.faults import fault_point
 from longspan.locking import owned
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
@@ -193,6 +194,8 @@ def _train(
         engine.load_weights(weights)
 
     if is_main:
+        if not saved and not recovered:
+            copy_side_files(given, run_dir)
         open_run_folder(given, run_dir, device, task.source, mesh.world.size)
     meter = task.meter(device, state.step, mesh.world.size)
     norms = NormsByLayer(engine.shapes, mesh, device) if run.track.per_layer_norms else None
