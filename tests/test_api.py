@@ -17,7 +17,7 @@ from tests.api_page import PAGE, render
 from tests.harness import Ranks
 
 NAMES = [
-    *["attend", "attend_sharded", "Dense", "Dilated", "BlockSparse"],
+    *["attend", "attend_sharded", "Dense", "Dilated", "BlockSparse", "Window"],
     *["DilatedAttention", "BlockSparseAttention"],
     *["MultiheadDilatedAttention", "MultiheadBlockSparseAttention", "KVCache"],
     *["SKLinear", "LowRankLinear", "sketch", "to_dense"],

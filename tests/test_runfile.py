@@ -71,8 +71,8 @@ def test_all_problems_are_reported_at_once_with_path_and_fix() -> None:
         "trian": "unknown section; did you mean [train]?",
         "model.headz": "unknown key; did you mean model.heads?",
         "model.warmup_steps": "unknown key; did you mean train.warmup_steps?",
-        "attention.kind": 'expected "dense", "dilated", "block_sparse" or "dilated_block_sparse", '
-        'got "dilted"; did you mean "dilated"?',
+        "attention.kind": 'expected "dense", "dilated", "block_sparse", "dilated_block_sparse" or '
+        '"window", got "dilted"; did you mean "dilated"?',
         "data.context": 'expected an integer, got "many"; without the override it is 4096',
         "train.steps": "expected an integer, got 1.5; without the override it is 400",
         "train.lr": "expected a number greater than 0, got -1; without the override it is 0.0025",

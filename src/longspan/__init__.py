@@ -18,6 +18,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from longspan.attention import KVCache as KVCache
     from longspan.attention import MultiheadBlockSparseAttention as MultiheadBlockSparseAttention
     from longspan.attention import MultiheadDilatedAttention as MultiheadDilatedAttention
+    from longspan.attention import Window as Window
     from longspan.attention import attend as attend
     from longspan.attention import attend_sharded as attend_sharded
     from longspan.config import Run as Run
@@ -43,6 +44,7 @@ PUBLIC = {
     "Dense": "longspan.attention",
     "Dilated": "longspan.attention",
     "BlockSparse": "longspan.attention",
+    "Window": "longspan.attention",
     "DilatedAttention": "longspan.attention",
     "BlockSparseAttention": "longspan.attention",
     "MultiheadDilatedAttention": "longspan.attention",

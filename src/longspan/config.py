@@ -256,9 +256,10 @@ class Model(Section):
 
 
 class Attention(Section):
-    kind: Literal["dense", "dilated", "block_sparse", "dilated_block_sparse"] = "dilated"
+    kind: Literal["dense", "dilated", "block_sparse", "dilated_block_sparse", "window"] = "dilated"
     """Attention pattern, which decides which keys a query attends to; "dilated_block_sparse" is
-    dilated, and block-sparse among the positions that a branch keeps of a segment."""
+    dilated, and block-sparse among the positions that a branch keeps of a segment; "window" is a
+    sliding window that is exact to the token."""
     segment_lengths: Integers = ()
     """Tokens per segment of each dilated branch; by default they grow from 2,048 (preset "tiny":
     256) to the context."""
@@ -279,6 +280,12 @@ class Attention(Section):
     """Fraction of all blocks that is also kept at random, drawn with `block_seed`."""
     block_seed: NonNegative = 0
     """Seed for the random blocks of `density`."""
+    window: NonNegative = 0
+    """Number of tokens that a query of kind "window" attends to, itself included."""
+    sinks: NonNegative = 0
+    """Number of first tokens that all queries of kind "window" also attend to (attention sinks)."""
+    window_dilation: NonNegative = 0
+    """Distance between the tokens of a window; 0 and 1 are a window without gaps."""
 
 
 class Data(Section):
@@ -305,6 +312,7 @@ DILATED = ("dilated", "dilated_block_sparse")
 BLOCK_SPARSE = ("block_sparse", "dilated_block_sparse")
 """The kinds of attention with blocks."""
 DILATED_KEYS = ("segment_lengths", "dilation_rates")
+WINDOW_KEYS = ("window", "sinks", "window_dilation")
 BLOCK_SPARSE_KEYS = ("local_window", "global_tokens", "stride", "density", "block_seed")
 
 Backend = Literal["auto", "nccl", "gloo", "mpi"]

@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from longspan.config import BLOCK_SPARSE, BLOCK_SPARSE_KEYS, Attention, Model, Run, Train
+from longspan.config import (
+    BLOCK_SPARSE,
+    BLOCK_SPARSE_KEYS,
+    WINDOW_KEYS,
+    Attention,
+    Model,
+    Run,
+    Train,
+)
 from longspan.costs import linear_costs
 from longspan.vocabulary import MULTIPLE, is_folder, rounded_vocab, vocab_of_data
 from longspan.wording import counted
@@ -85,6 +93,7 @@ def reach_text(run: Run) -> str:
         return text
     change = {
         "dilated": f"add a segment of {context:,} tokens to attention.segment_lengths",
+        "window": "raise attention.window or set attention.sinks",
         "block_sparse": "raise attention.local_window or set attention.global_tokens",
         "dilated_block_sparse": f"add a segment of {context:,} tokens to attention.segment_lengths "
         "or raise attention.local_window",
@@ -105,7 +114,8 @@ def _linear_text(model: Model) -> str:
 def _pattern_text(attention: Attention) -> str:
     branches = zip(attention.segment_lengths, attention.dilation_rates, strict=True)
     text = "".join(f" {w}/{r}" for w, r in branches)
-    if attention.kind not in BLOCK_SPARSE:
-        return text
-    values = {key: getattr(attention, key) for key in ("block_size", *BLOCK_SPARSE_KEYS)}
+    keys: tuple[str, ...] = WINDOW_KEYS if attention.kind == "window" else ()
+    if attention.kind in BLOCK_SPARSE:
+        keys = ("block_size", *BLOCK_SPARSE_KEYS)
+    values = {key: getattr(attention, key) for key in keys}
     return text + "".join(f" {key} {value:g}" for key, value in values.items() if value)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from importlib.metadata import version
+from itertools import chain
 from typing import Any
 
 from longspan.checks import backend_problem, block_problem, branch_problems, layout_problems
@@ -17,6 +18,7 @@ from longspan.config import (
     BLOCK_SPARSE_KEYS,
     DILATED,
     DILATED_KEYS,
+    WINDOW_KEYS,
     Attention,
     Data,
     Engine,
@@ -135,16 +137,16 @@ def _sketch_rules(model: Model) -> Problems:
 
 def attention_rules(attention: Attention) -> Problems:
     kind = attention.kind
-    unused = (() if kind in DILATED else DILATED_KEYS) + (
-        () if kind in BLOCK_SPARSE else BLOCK_SPARSE_KEYS
-    )
-    for key in unused:
+    keys = (DILATED, DILATED_KEYS), (BLOCK_SPARSE, BLOCK_SPARSE_KEYS), (("window",), WINDOW_KEYS)
+    for key in chain.from_iterable(keys for kinds, keys in keys if kind not in kinds):
         if getattr(attention, key):
             message = f'has no effect with attention.kind = "{kind}": remove it'
             yield Problem(f"attention.{key}", message)
     if kind in DILATED:
         for message in branch_problems(attention.segment_lengths, attention.dilation_rates):
             yield Problem("attention.segment_lengths", message)
+    if kind == "window" and not attention.window:
+        yield Problem("attention.window", "expected at least 1 token, got 0: set it")
     if kind in BLOCK_SPARSE:
         for key in ("local_window", "global_tokens"):
             if problem := block_problem(getattr(attention, key), attention.block_size):

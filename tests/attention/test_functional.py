@@ -20,6 +20,7 @@ from longspan.attention import (
     Dilated,
     Mask,
     Pattern,
+    Window,
     attend,
     attend_oracle,
     choose_backend,
@@ -73,7 +74,13 @@ def dilated_block_sparse_patterns(draw: st.DrawFn) -> Dilated:
     return replace(draw(dilated_patterns()), blocks=draw(block_sparse_patterns()))
 
 
+@st.composite
+def window_patterns(draw: st.DrawFn) -> Window:
+    return Window(draw(st.integers(1, 9)), draw(st.integers(0, 5)), draw(st.integers(1, 4)))
+
+
 PATTERNS = st.one_of(
+    window_patterns(),
     st.just(Dense()),
     dilated_patterns(),
     block_sparse_patterns(),
@@ -406,7 +413,7 @@ HEADLESS = r"at least one head .* got \(2, 8, 4, 8\) and \(2, 8, 0, 8\)"
         ({"v": torch.zeros(2, 8, 4, 8).bool()}, TypeError, r"v must be floating .*torch\.bool"),
         ({"k": [[1.0]]}, TypeError, r"k must be a torch\.Tensor, got list"),
         ({"k": torch.zeros(2, 8, 0, 8), "v": torch.zeros(2, 8, 0, 8)}, ValueError, HEADLESS),
-        ({"pattern": (4, 1)}, TypeError, r"must be Dense\(\), Dilated\(\.\.\.\) or .* got tuple"),
+        ({"pattern": (4, 1)}, TypeError, r"must be Dense\(\), Dilated\(\.\.\.\), .* got tuple"),
         ({"pattern": Dense}, TypeError, "got the <class '.*Dense'>"),
         ({"is_causal": None}, TypeError, "is_causal must be True or False, got None"),
         ({"scale": math.nan}, ValueError, "scale must be a finite number .* got nan"),

@@ -153,6 +153,11 @@ PATTERNS = {
         "attention.local_window=16",
         "attention.density=0.2",
     ],
+    "window": [
+        "attention.kind=window",
+        "attention.window=20",
+        "attention.sinks=3",
+    ],
     "dilated block sparse": [
         "attention.kind=dilated_block_sparse",
         "attention.segment_lengths=[16,64]",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.attention import BlockSparse, Dense, Dilated, Pattern
+from longspan.attention import BlockSparse, Dense, Dilated, Pattern, Window
 from longspan.config import Model
 from longspan.data.build import build
 from longspan.models.decoder import Decoder, document_positions, initialize
@@ -50,6 +50,7 @@ def test_positions_start_again_in_each_document() -> None:
         Dense(),
         Dilated((8, 32), (1, 4)),
         BlockSparse(4, local_window=8, density=0.3),
+        Window(6, sinks=2),
         Dilated((16, 64), (1, 2), blocks=BlockSparse(4, local_window=8)),
     ],
     ids=lambda pattern: type(pattern).__name__,

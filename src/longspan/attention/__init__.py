@@ -18,6 +18,7 @@ from longspan.attention.modules import (
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern, pattern_of
 from longspan.attention.picture import picture, picture_svg
+from longspan.attention.window import Window
 
 __all__ = [
     "BlockSparse",
@@ -32,6 +33,7 @@ __all__ = [
     "MultiheadDilatedAttention",
     "Pattern",
     "Shards",
+    "Window",
     "attend",
     "attend_newest",
     "attend_oracle",

@@ -71,7 +71,9 @@ class Mask:
 def check_pattern(pattern: object) -> None:
     if not isinstance(pattern, Pattern):
         came = f"the {pattern}" if isinstance(pattern, type) else type(pattern).__name__
-        raise TypeError(f"pattern must be Dense(), Dilated(...) or BlockSparse(...), got {came}")
+        raise TypeError(
+            f"pattern must be Dense(), Dilated(...), BlockSparse(...) or Window(...), got {came}"
+        )
 
 
 def check_scale(scale: object) -> None:

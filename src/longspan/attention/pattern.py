@@ -315,7 +315,7 @@ class Dilated(Pattern):
                 yield range(first, end, r)
 
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
-        found = _union(self._branch_rows(start, stop, tokens, head, is_causal))
+        found = union(self._branch_rows(start, stop, tokens, head, is_causal))
         if self.blocks is None:
             return found
         position = torch.arange(start, stop)
@@ -333,7 +333,7 @@ class Dilated(Pattern):
         for rows in self._branch_rows(start, stop, tokens, head, is_causal):
             outside.append(range(rows.start, min(start, rows.stop), rows.step))
             outside.append(range(_at_or_after(stop, rows.start, rows.step), rows.stop, rows.step))
-        return _union(outside)
+        return union(outside)
 
     def retained(self, position: int) -> tuple[int, int]:
         return 0, min(position // w * w for w in self.segment_lengths)
@@ -386,7 +386,7 @@ def as_integers(name: str, values: Iterable[int]) -> tuple[int, ...]:
         ) from None
 
 
-def _union(ranges: Iterable[range]) -> Tensor:
+def union(ranges: Iterable[range]) -> Tensor:
     """The sorted members of all ranges: int64."""
     rows = [torch.arange(r.start, r.stop, r.step) for r in ranges if r]
     return torch.unique(torch.cat(rows)) if rows else torch.zeros(0, dtype=torch.int64)
@@ -401,6 +401,10 @@ def pattern_of(attention: Attention) -> Pattern:
     """The pattern of a run file's [attention] section."""
     if attention.kind == "dense":
         return Dense()
+    if attention.kind == "window":
+        from longspan.attention.window import Window  # it is a Pattern
+
+        return Window(attention.window, attention.sinks, max(1, attention.window_dilation))
     if attention.kind == "dilated":
         return Dilated(attention.segment_lengths, attention.dilation_rates)
     blocks = BlockSparse(

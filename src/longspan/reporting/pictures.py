@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from longspan.config import Attention, Run
+from longspan.config import BLOCK_SPARSE, Attention, Run
 from longspan.reporting.html import Html, tag
 from longspan.wording import counted
 
@@ -255,7 +255,7 @@ def pattern_picture(attention: Attention, context: int, heads: int, layers: int)
     pattern = pattern_of(attention)
     cells = min(CELLS, context)
     unit = math.lcm(*attention.dilation_rates) if attention.dilation_rates else 1
-    if attention.kind == "dense":
+    if attention.kind in ("dense", "window"):
         unit = 1
     elif attention.kind == "block_sparse":
         unit = attention.block_size
@@ -278,7 +278,7 @@ def pattern_picture(attention: Attention, context: int, heads: int, layers: int)
     most = max(max(row) for row in shade) or 1.0
     dense = Dense().pairs(context, heads, is_causal=True)
     blocks = -(-context // attention.block_size)
-    is_small = attention.kind in ("dense", "dilated") or blocks <= 1 << 13  # they are counted
+    is_small = attention.kind not in BLOCK_SPARSE or blocks <= 1 << 13  # blocks are counted
     kept = pattern.pairs(context, heads, is_causal=True) if is_small else math.nan
     reaches = [reach([pattern] * n, context, heads) for n in range(1, min(layers, 64) + 1)]
     return PatternPicture(_mask_svg(shade, most), kept / dense, reaches, -(-context // cells))

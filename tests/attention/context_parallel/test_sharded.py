@@ -16,6 +16,7 @@ from longspan.attention import (
     Dilated,
     MultiheadDilatedAttention,
     Pattern,
+    Window,
     choose_shards,
     choose_strategy,
 )
@@ -38,6 +39,8 @@ PATTERNS: dict[str, Pattern] = {
     "blocks in segments": Dilated((32, 64), (1, 2), blocks=BlockSparse(4, local_window=8)),
     "dense": Dense(),
     "block sparse": BlockSparse(8, local_window=16, global_tokens=8, density=0.2),
+    "window": Window(7, sinks=5),
+    "dilated window": Window(4, sinks=2, dilation=3),
     "packed": Packed(Dilated((8, 32), (1, 4)), (0, 3, 30, 41)),
 }
 
@@ -140,6 +143,8 @@ CASES = [
     Case("longnet", EVEN, 8, 2, "ulysses", masks=("documents",)),
     Case("some heads", EVEN, 4, 4, "ulysses", is_causal=False, masks=("documents", "padding")),
     Case("block sparse", EVEN, 8, 8, "ulysses", is_causal=False),
+    Case("window", EVEN, 4, 2, "sparse_kv"),
+    Case("dilated window", ODD, 3, 1, "sparse_kv", is_causal=False, masks=("documents",)),
 ]
 
 
