@@ -40,7 +40,7 @@ MAY_IMPORT = {
     "engines": MODEL | {"parallel", "data", "checkpoint", "device"},
     "export": MODEL | RUN | {"hf_config", "hf_rope"},
     "training": MODEL | RUN | {"parallel", "engines", "export", "hf_config"},
-    "planning": MODEL | {"derived", "parallel", "rules"},
+    "planning": MODEL | {"data", "derived", "device", "engines", "parallel", "rules"},
     "hf": {"attention", "hf_config"},
     "launching": set(),
     "doctor": RUN | {"benchmarks", "costs", "parallel", "planning"},

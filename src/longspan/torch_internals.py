@@ -12,6 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -40,6 +41,7 @@ __all__ = [
     "TorchDispatchMode",
     "all_reduce",
     "all_to_all_async",
+    "assume_static_shapes",
     "checkpoint_wrapper",
     "clear_sharding_cache",
     "cpu_flash_attention",
@@ -49,6 +51,7 @@ __all__ = [
     "default_process_group",
     "end_compile_workers",
     "fake_store",
+    "fake_tensors",
     "flash_attention",
     "flash_attention_backward",
     "flight_recorder_trace",
@@ -191,6 +194,32 @@ def fake_store() -> Any:
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
 
     return FakeStore()
+
+
+def fake_tensors() -> AbstractContextManager[Any]:
+    """A context in which tensors have shapes and no memory, and collectives move nothing."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed._tools import fake_collectives  # noqa: F401, registers collectives
+
+    mode: AbstractContextManager[Any] = FakeTensorMode(allow_non_fake_inputs=True)
+    return mode
+
+
+def assume_static_shapes(schedule: Any) -> None:
+    """Keep the ranks of a pipeline schedule from voting about shapes in their first step.
+
+    torch 2.11 has no vote.
+    """
+    if hasattr(schedule, "_warmup_p2p"):
+        from torch.distributed.pipelining import stage as stages_module
+
+        static = stages_module.InferenceMode.STATIC  # type: ignore[attr-defined]
+
+        def no_vote(stages: Sequence[Any], *_: Any) -> None:
+            for stage in stages:
+                stage._inference_mode = static
+
+        schedule._warmup_p2p = no_vote
 
 
 def flight_recorder_trace() -> dict[str, Any] | None:

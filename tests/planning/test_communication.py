@@ -96,7 +96,7 @@ FAKE = [
     (2, ["layout.tensor=2", "model.sub_layer_norm=true"]),
     (2, ["layout.tensor=2", MEGATRON, BF16, FULL]),
     (4, ["layout.tensor=2", "layout.shard=2", MEGATRON, BF16]),
-    (4, ["layout.tensor=2", "layout.shard=2", MEGATRON, "layout.zero=1"]),
+    (4, ["layout.tensor=2", "layout.shard=2", MEGATRON, "layout.zero=1", BF16]),
     (4, ["layout.tensor=2", "layout.replicate=2", "layout.shard=1", "model.sub_layer_norm=true"]),
     (2, ["layout.tensor=2", "model.linear=sketched", "model.sketch.rank=3", BF16, FULL]),
     (

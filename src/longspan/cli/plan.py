@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspan.cli.parser import Commands
-from longspan.cli.shared import add_run_arguments, builtin_name, split_items
+from longspan.cli.shared import FAILED, add_run_arguments, builtin_name, split_items
 from longspan.errors import UserError
 from longspan.hardware import Device, device_of
 from longspan.progress import loading, waiting
@@ -46,6 +47,12 @@ def add(commands: Commands) -> None:
         type=float,
         metavar="N",
         help="number of tokens to train for, such as 3e11 (default: those of the run)",
+    )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="compare shards and collectives with those of the training code, for the first, "
+        "middle and last ranks, in a process group without other processes",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
@@ -90,6 +97,10 @@ def plan(args: argparse.Namespace) -> None:
             "to compare layouts, plan must know the GPU: give --gpu, such as --gpu h100"
         )
     if _searches(args):
+        if args.check:
+            raise UserError(
+                "--check is of one layout: give it without --search, --largest and --fewest-gpus"
+            )
         _search(args, file, overrides, builtin, gpus, device)
         return
     run = load_run(file, overrides, builtin=builtin, world=gpus, hardware=args.gpu)
@@ -102,8 +113,22 @@ def plan(args: argparse.Namespace) -> None:
     where = torch.device("cuda") if for_gpus else choose_device(run)
     tokens = None if args.tokens is None else int(args.tokens)
     with waiting(f"planning for {gpus:,} processes"):
-        found = plan(resolve(run, where), gpus, device, tokens)
-    print(json.dumps(found.as_dict()) if args.json else found)
+        run = resolve(run, where)
+        found = plan(run, gpus, device, tokens)
+    check = None
+    if args.check:
+        with loading():
+            from longspan.planning.check import check_plan
+
+        with waiting(f"checking ranks of {gpus:,}"):
+            check = check_plan(run, gpus)
+    if args.json:
+        checked = {} if check is None else {"check": asdict(check)}
+        print(json.dumps({**found.as_dict(), **checked}))
+    else:
+        print(found if check is None else f"{found}\n\n{check}")
+    if check is not None and check.differences:
+        raise SystemExit(FAILED)
 
 
 def _searches(args: argparse.Namespace) -> bool:

@@ -168,7 +168,7 @@ class PipelinedDecoder(nn.Module):
         self._scale = torch.ones(())
         self._micro_batches = self._token_splits = 1
         self._features = model.config.hidden
-        self._schedule: Any = None
+        self.schedule: Any = None
 
     def build_schedule(
         self,
@@ -194,7 +194,7 @@ class PipelinedDecoder(nn.Module):
         residual = torch.empty(shape, device="meta", requires_grad=True)
         ids = torch.empty(batch, tokens, dtype=torch.int64, device="meta")
         loss = torch.empty(1, device="meta", requires_grad=True)
-        self._schedule = build_schedule(
+        self.schedule = build_schedule(
             self._plan.schedule,
             self._local,
             [ids, *[residual] * self._plan.last, loss],
@@ -227,7 +227,7 @@ class PipelinedDecoder(nn.Module):
         return [
             [
                 Action(kinds[a.computation_type.name], a.stage_index, a.microbatch_index)
-                for a in self._schedule.pipeline_order[rank]
+                for a in self.schedule.pipeline_order[rank]
                 if a is not None and a.computation_type.name in kinds
             ]
             for rank in range(ranks)
@@ -242,7 +242,7 @@ class PipelinedDecoder(nn.Module):
         """
         self._scale = scale
         losses: list[Tensor] = []
-        self._schedule.step(
+        self.schedule.step(
             *([tokens] if 0 in self._local else []),
             target=targets if self._plan.last in self._local else None,
             losses=losses,

@@ -56,9 +56,11 @@ def tensor_traffic(step: Step) -> Iterator[Traffic]:
         yield from _head(step, whole, ranks)
     if step.residual == "tokens":  # each rank has the gradient of its tokens
         layers = sum(copies for _, copies in step.blocks())
-        reduces = step.micro_batches if step.ranks.is_fsdp and step.layout.zero > 1 else 1
-        reduces = 1 if step.ranks.pipeline > 1 else reduces
-        width = step.width if step.ranks.is_fsdp else FLOAT32  # FSDP2 gathers blocks in 16 bits
+        is_fsdp = step.ranks.is_fsdp
+        reduces_each = is_fsdp and step.layout.zero > 1 and step.ranks.pipeline == 1
+        reduces = step.micro_batches if reduces_each else 1
+        # FSDP2 gathers blocks in the run's precision, and accumulates gradients in float32.
+        width = step.width if is_fsdp and reduces == step.micro_batches else FLOAT32
         for norms, size in ((2 * layers, width), (int(step.is_last), FLOAT32)):
             size *= step.model.hidden
             calls = norms * reduces

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -22,9 +21,9 @@ from longspan.parallel.dtensor import to_local
 from longspan.parallel.mesh import ParallelMesh, init_parameter_mesh
 from longspan.parallel.parameters import named_parameters
 from longspan.parallel.world import World
+from longspan.planning.fake_world import fake_world
 from longspan.planning.parameters import ModelSplit, RankParameter, blocks_differ
 from longspan.sketching import SKLinear
-from longspan.torch_internals import fake_store
 
 
 class Counted(NamedTuple):
@@ -96,10 +95,6 @@ def fake_rank(run: Run, world: int, rank: int) -> Iterator[ParallelMesh]:
     if world == 1:
         yield ParallelMesh(run.layout, this)
         return
-    assert not dist.is_initialized(), "count outside of a process group"
-    dist.init_process_group("fake", rank=rank, world_size=world, store=fake_store())
-    try:
+    with fake_world(rank, world):
         mesh = init_parameter_mesh(run.layout.resolve(world), torch.device("cpu"))
         yield ParallelMesh(run.layout, this, mesh)
-    finally:
-        dist.destroy_process_group()

@@ -50,7 +50,7 @@ def sparse_kv_attention(
                 q, k, v, split, exchange, scale, group
             )
             return out
-    k_rows, v_rows = _Receive.apply(k, v, exchange, group)  # type: ignore[no-untyped-call]
+    k_rows, v_rows = receive_rows(k, v, exchange, group)
     return _attend_reference(q, k, v, k_rows, v_rows, mask, scale, exchange, local, shards.tokens)
 
 
@@ -179,6 +179,17 @@ class _SplitAttention(torch.autograd.Function):
         returned = wait(pending)
         grad_kv = (exchange.add_returned(x, returned[:, i]) for i, x in enumerate(local_kv))
         return grad_q, *grad_kv, *[None] * 4
+
+
+def receive_rows(k: Tensor, v: Tensor, exchange: KVExchange, group: str) -> tuple[Tensor, Tensor]:
+    """The remote rows (rows, batch, head_dim) of k, v (batch, local tokens, key heads, head_dim).
+
+    The backward pass returns their gradients.
+    """
+    rows: tuple[Tensor, Tensor] = _Receive.apply(  # type: ignore[no-untyped-call]
+        k, v, exchange, group
+    )
+    return rows
 
 
 class _Receive(torch.autograd.Function):
