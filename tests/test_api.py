@@ -22,7 +22,7 @@ NAMES = [
     *["MultiheadDilatedAttention", "MultiheadBlockSparseAttention", "KVCache"],
     *["SKLinear", "LowRankLinear", "sketch", "to_dense"],
     *["Trainer", "Task", "load_weights", "Run"],
-    *["load_run", "create_model", "train", "verify", "plan", "UserError"],
+    *["load_run", "create_model", "train", "verify", "plan", "trace_memory", "UserError"],
 ]
 
 

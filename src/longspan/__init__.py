@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr_
     from longspan.create import create_model as create_model
     from longspan.errors import UserError as UserError
     from longspan.planning.plan import plan as plan
+    from longspan.planning.tracing import trace_memory as trace_memory
     from longspan.runfile import load_run as load_run
     from longspan.sketching import LowRankLinear as LowRankLinear
     from longspan.sketching import SKLinear as SKLinear
@@ -63,6 +64,7 @@ PUBLIC = {
     "train": "longspan.training",
     "verify": "longspan.verification",
     "plan": "longspan.planning.plan",
+    "trace_memory": "longspan.planning.tracing",
     "UserError": "longspan.errors",
 }
 """The public names, in the order of docs/api.md, and the modules that define them.

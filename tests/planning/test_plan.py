@@ -50,16 +50,17 @@ def test_each_pipeline_stage_has_a_column(capsys: pytest.CaptureFixture[str]) ->
     assert total == 4 * (found["parameters"] + 256 * 64)  # both stages have the tied embedding
 
 
-def test_a_plan_says_that_activations_are_not_in_it(capsys: pytest.CaptureFixture[str]) -> None:
-    huge = ["data.context=1e12", "layout.sequence=2"]
+def test_a_plan_names_the_activations(capsys: pytest.CaptureFixture[str]) -> None:
+    huge = ["data.context=1e12", "layout.sequence=2", "train.micro_batch=1", "--gpus", "2"]
     assert main(["plan", *SMALL, *huge]) == 0
     text = capsys.readouterr().out
-    assert "total without activations" in text
-    assert "not included: activations, of 500,000,000,000 tokens per micro-batch" in text
-    assert "at the same ratio, without activations:" in text
+    assert "500,000,000,000 tokens per micro-batch on a device" in text
+    assert "activations: MLP" in text
     found = planned(capsys, *huge)
-    assert found["not_included"][0] == "activations"
     assert found["micro_batch_tokens"] == 500_000_000_000
+    (stage,) = found["stages"]
+    assert stage["peak"]["activations"] > 0.8 * stage["allocated"]
+    assert stage["allocated"] == sum(stage["peak"].values()) < stage["on_device"]
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,11 @@ def bench_memory(world: int, overrides: Sequence[str], json_file: Path | None) -
     console, where = open_console(json_file), machine("cuda")
     run = resolve(load_run(None, [*OPTIONS, *overrides], world=world), torch.device("cuda"))
     planned = memory_per_rank(run, world)[0]
+    libraries = planned.peak["library workspaces"]  # measured before, and subtracted
     states = 0 if run.layout.offload else planned.parameters + planned.optimizer
     measured_peak, measured_between = measure_memory(run, world)
     rows = {
-        "peak of a step": (planned.on_device, measured_peak),
+        "peak of a step": (planned.allocated - libraries, measured_peak),
         "between steps": (states + planned.signs, measured_between),
     }
     processes = "processes" if world > 1 else "process"

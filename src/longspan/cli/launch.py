@@ -300,7 +300,7 @@ def _steps(run: Run, epochs: float) -> int:
 
 
 def _warn_if_too_large(run: Run, job: Job) -> None:
-    """Say so if model and optimizer alone need more than the memory of a GPU."""
+    """Say so if a step needs more than the memory of a GPU."""
     if run.model.factory or run.engine.name != "native":
         return  # which the planner does not support
     if run.train.precision == "auto":
@@ -310,7 +310,7 @@ def _warn_if_too_large(run: Run, job: Job) -> None:
     gib = max(memory.on_device for memory in memory_per_rank(run, job.world)) / 2**30
     if gib > (size := devices()[job.hardware].memory // 2**30):
         print(
-            f"longspan: warning: model and optimizer need {gib:,.0f} GiB per GPU, and a "
+            f"longspan: warning: a step needs {gib:,.0f} GiB per GPU, and a "
             f"{job.hardware} has {size}: use more GPUs (layout.shard); see `longspan plan`",
             file=sys.stderr,
         )

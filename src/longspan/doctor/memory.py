@@ -28,8 +28,8 @@ def check_memory(run: Run, world: int, here: int) -> Iterator[Finding]:
     if run.train.device != "cpu" or not is_planned or free is None:
         return
     each = max(memory.on_device + memory.offloaded for memory in memory_per_rank(run, world))
-    seen = f"{size_text(free)} available, {size_text(here * each)} needed by model and optimizer "
-    seen += f"of {counted(here, 'process')}, without activations"
+    seen = f"{size_text(free)} available, {size_text(here * each)} needed by the tensors "
+    seen += f"of {counted(here, 'process')}"
     if here * each <= free:
         yield Finding("memory", "ok", seen)
         return

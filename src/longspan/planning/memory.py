@@ -1,18 +1,21 @@
-"""Memory of model and optimizer on each rank, without activations.
+"""Memory of a run on each device: at the start, at the peak of a step, and when it saves.
 
-Parameters are counted, not estimated: the training code parallelizes the run's model on the meta
-device, as one rank of a world without processes (torch's "fake" backend). Bytes per element, and
-the transient buffers of a step, are then added by formula.
+Everything here is arithmetic: a layout takes milliseconds. `parameters.py` says which part of each
+parameter a rank holds, `activations.py` what a block keeps for its backward pass. A step has a few
+moments at one of which its memory is largest, and the peak is the largest of their sums; not all
+that a step ever allocates is there at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from longspan.config import Run
 from longspan.parallel.apply import reduce_dtype
+from longspan.planning.activations import Activations, BlockActivations
 from longspan.planning.parameters import Degrees, ModelSplit, RankParameter
+from longspan.planning.pipeline_memory import in_flight
 
 FP32_BYTES = 4
 """Bytes per element of parameters, gradients and each of the two Adam moments."""
@@ -24,36 +27,64 @@ MIN_8BIT_ELEMENTS, QUANT_BLOCK = 4096, 256
 
 
 @dataclass(frozen=True)
+class Allowance:
+    """What CUDA and its allocator take beside tensors. Calibrate it to your machine."""
+
+    libraries: int = 64 << 20
+    """Workspaces of cuBLAS, 32 MiB each on Hopper, in the forward and in the backward thread."""
+    context: int = 600 << 20
+    """The CUDA context and loaded kernels, which PyTorch does not allocate."""
+    fragmentation: float = 0.02
+    """Of what is allocated: blocks that the caching allocator holds and cannot reuse."""
+
+
+@dataclass(frozen=True)
 class DeviceMemory:
-    """Bytes on one rank at the peak of the backward pass."""
+    """Bytes on one rank."""
 
     parameters: int
     """The local shard."""
     gradients: int
     optimizer: int
-    transient: int
-    """Peak workspace: gathered parameters, and gradients before they are reduced."""
-    autocast_copies: int
-    """16-bit copies of weights that autocast caches if they are not sharded."""
     signs: int
     """Signs of sketched layers, one bit each; only `tensor` and `pipeline` shard them."""
-    offloaded: int = 0
+    offloaded: int
     """The part of these bytes that is offloaded to CPU."""
+    peak: Mapping[str, int]
+    """What is on the device when a step needs most, by name."""
+    peak_at: str
+    """When that is."""
+    kept: Mapping[str, int]
+    """Activations that the forward pass of one micro-batch keeps for its backward pass."""
+    start: int
+    """Allocated before the first step."""
+    save: int
+    """Allocated while a checkpoint is saved: tensors are copied to CPU memory."""
+    fragmentation: int
+    """The CUDA context, and what the caching allocator cannot reuse."""
+
+    @property
+    def allocated(self) -> int:
+        """What `torch.cuda.max_memory_allocated` should show after a step."""
+        return sum(self.peak.values())
 
     @property
     def on_device(self) -> int:
-        states = self.parameters + self.gradients + self.optimizer
-        return states + self.transient + self.autocast_copies + self.signs - self.offloaded
+        """What the device must have."""
+        return self.allocated + self.fragmentation
 
 
-def memory_per_rank(run: Run, world: int) -> list[DeviceMemory]:
+ALLOWANCE = Allowance()
+
+
+def memory_per_rank(run: Run, world: int, allowance: Allowance = ALLOWANCE) -> list[DeviceMemory]:
     """Memory of each rank of the pipeline axis when `world` processes train `run` natively.
 
     Ranks that differ only on other axes use at most the same. `run.train.precision` must be
-    resolved.
+    resolved; a device or compilation of "auto" is that of a GPU.
     """
     split = ModelSplit(run, world)
-    return [_memory(run, split, stage) for stage in range(split.degrees.pipeline)]
+    return [_memory(run, split, stage, allowance) for stage in range(split.degrees.pipeline)]
 
 
 class _Counts:
@@ -83,21 +114,131 @@ class _Counts:
         return self.outside_blocks + self.in_blocks
 
 
-def _memory(run: Run, split: ModelSplit, stage: int) -> DeviceMemory:
-    degrees = split.degrees
+def _memory(run: Run, split: ModelSplit, stage: int, allowance: Allowance) -> DeviceMemory:
+    degrees, tokens_of = split.degrees, Activations(run, split.degrees)
     counts = _Counts(split.parameters(split.first_rank(stage)), run.train.optimizer)
-    parameters = FP32_BYTES * counts.local
-    transient = _transient_sharded if degrees.is_fsdp else _transient_unsharded
-    has_copies = not degrees.is_fsdp and _compute_bytes(run) < FP32_BYTES
+    parameters, gradients = FP32_BYTES * counts.local, FP32_BYTES * _gradients(run, degrees, counts)
+    offloaded = 2 * parameters + counts.moments if run.layout.offload else 0
+    on_gpu = not tokens_of.on_cpu
+    states = {
+        "parameters": 0 if run.layout.offload else parameters,
+        "optimizer state": 0 if run.layout.offload else counts.moments,
+        "signs of sketched layers": split.sign_bytes(stage),
+        "library workspaces": allowance.libraries if on_gpu else 0,
+    }
+    moments, kept = _moments(run, split, stage, counts, tokens_of)
+    held = 0 if run.layout.offload else gradients
+    for parts in moments.values():
+        parts["gradients"] = int(parts["gradients"] * held)
+        parts.update(states)
+    peak_at = max(moments, key=lambda name: sum(moments[name].values()))
+    peak = {name: moments[peak_at][name] for name in PARTS if moments[peak_at].get(name)}
+    context = allowance.context if on_gpu else 0
+    lost = int(allowance.fragmentation * sum(peak.values())) if on_gpu else 0
+    resident = sum(states.values())
     return DeviceMemory(
         parameters=parameters,
-        gradients=FP32_BYTES * _gradients(run, degrees, counts),
+        gradients=gradients,
         optimizer=counts.moments,
-        transient=transient(run, degrees, counts),
-        autocast_copies=_compute_bytes(run) * counts.autocast if has_copies else 0,
-        signs=split.sign_bytes(stage),
-        offloaded=2 * parameters + counts.moments if run.layout.offload else 0,
+        signs=states["signs of sketched layers"],
+        offloaded=offloaded,
+        peak=peak,
+        peak_at=peak_at,
+        kept=kept,
+        start=resident - states["optimizer state"],
+        save=resident,
+        fragmentation=context + lost,
     )
+
+
+PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer state",
+    "transient buffers",
+    "16-bit copies of weights",
+    "signs of sketched layers",
+    "activations",
+    "block workspace",
+    "logits and loss",
+    "communication buffers",
+    "library workspaces",
+)
+"""The parts of the peak, in the order of the plan's table."""
+
+
+def _moments(
+    run: Run, split: ModelSplit, stage: int, counts: _Counts, activations: Activations
+) -> tuple[dict[str, dict[str, int]], dict[str, int]]:
+    """The parts at each moment of a step, where gradients are a fraction of all; and what one
+    micro-batch keeps for its backward pass, by name.
+    """
+    degrees, width = split.degrees, activations.width
+    accumulates = _accumulates(run, degrees)
+    blocks = [(activations.block(block), copies) for block, copies in split.blocks(stage)]
+    chunks = _by_chunk(split, stage, blocks)
+    flights, buffers = in_flight(run, split, stage, activations)
+    held = sum(n * size for n, size in zip(flights, chunks, strict=True)) + activations.rope_table()
+    one = sum(chunks)
+    kept: dict[str, int] = {}
+    for block, copies in blocks:
+        for name, size in block.kept.items():
+            kept[name] = kept.get(name, 0) + copies * size
+    workspace = max(block.workspace for block, _ in blocks)
+    is_sharded = degrees.is_fsdp
+    keeps_copies = not is_sharded and blocks[0][0].keeps_copies
+    copies = width * counts.autocast if keeps_copies else 0
+    recast = 0 if is_sharded or keeps_copies or width == FP32_BYTES else width
+    workspace += (recast + (0 if is_sharded else FP32_BYTES)) * counts.largest_block
+    if is_sharded:
+        at_loss, in_block, at_end = _transient_sharded(run, degrees, counts)
+    else:
+        at_loss, in_block, at_end = (
+            0,
+            FP32_BYTES * counts.head,
+            _transient_unsharded(run, degrees, counts),
+        )
+    _, has_head = split.has_ends(stage)
+    loss = activations.loss() if has_head else {}
+    before = 1.0 if accumulates else 0.0
+    smallest = min(block.total for block, _ in blocks)
+
+    def moment(
+        gradients: float, kept: int, *, transient: int, workspace: int = 0
+    ) -> dict[str, int]:
+        return {
+            "gradients": gradients,  # type: ignore[dict-item]
+            "transient buffers": transient,
+            "16-bit copies of weights": copies,
+            "activations": kept,
+            "block workspace": workspace,
+            "communication buffers": buffers,
+        }
+
+    moments = {
+        "the loss": moment(before, held, transient=at_loss)
+        | {"logits and loss": sum(loss.values())},
+        "the backward pass of the last block": moment(
+            before, held, transient=in_block, workspace=workspace
+        ),
+        "the backward pass of the first block": moment(
+            1.0, held - one + smallest, transient=in_block, workspace=workspace
+        ),
+        "the end of the backward pass": moment(1.0, held - one, transient=at_end),
+    }
+    return moments, kept
+
+
+def _by_chunk(
+    split: ModelSplit, stage: int, blocks: list[tuple[BlockActivations, int]]
+) -> list[int]:
+    """Bytes that a micro-batch keeps in each of a pipeline rank's stages."""
+    sizes = [block.total for block, copies in blocks for _ in range(copies)]
+    found = []
+    for layers in split.layers(stage):
+        found.append(sum(sizes[: len(layers)]))
+        sizes = sizes[len(layers) :]
+    return found
 
 
 def _compute_bytes(run: Run) -> int:
@@ -124,22 +265,24 @@ def _transient_unsharded(run: Run, degrees: Degrees, counts: _Counts) -> int:
     return FP32_BYTES * ((HEAD_BUFFERS * counts.head if adds_head else 0) + error_feedback)
 
 
-def _transient_sharded(run: Run, degrees: Degrees, counts: _Counts) -> int:
-    """Peak bytes of FSDP2's gathered parameters and unreduced gradients."""
+def _transient_sharded(run: Run, degrees: Degrees, counts: _Counts) -> tuple[int, int, int]:
+    """Bytes of FSDP2's gathered parameters and unreduced gradients: at the loss, in the backward
+    pass of a block, and at the end of the backward pass.
+    """
     width, largest_block = _compute_bytes(run), counts.largest_block
     if run.layout.zero == 3 and degrees.shards > 1 and degrees.pipeline == 1:
         in_blocks, at_end = 2 * largest_block, 0  # the current block and the prefetched one
     else:  # pipeline stages keep theirs for the next micro-batch
         in_blocks = at_end = counts.in_blocks
     reduce_bytes = reduce_dtype(run.layout).itemsize
-    # Backward through the blocks: the gradients of one block, and their reduce-scatter input.
-    block_bytes = width * in_blocks + (width + reduce_bytes) * largest_block
-    block_bytes += FP32_BYTES * counts.outside_blocks
-    end_bytes = width * at_end + FP32_BYTES * HEAD_BUFFERS * counts.head
-    peak = FP32_BYTES * counts.outside_blocks + max(block_bytes, end_bytes)
+    always = FP32_BYTES * counts.outside_blocks
     if degrees.replicate > 1 and run.layout.zero > 1 and _accumulates(run, degrees):
-        peak += reduce_bytes * counts.local  # all-reduced over replicas at the end of a step
-    return peak
+        always += reduce_bytes * counts.local  # all-reduced over replicas at the end of a step
+    # The gradients of one block, and their reduce-scatter input.
+    in_block = width * in_blocks + (width + reduce_bytes) * largest_block
+    in_block += FP32_BYTES * counts.outside_blocks
+    end = width * at_end + FP32_BYTES * HEAD_BUFFERS * counts.head
+    return always + width * at_end, always + in_block, always + end
 
 
 def _moment_bytes(count: int, optimizer: str) -> int:

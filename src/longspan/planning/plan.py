@@ -1,7 +1,6 @@
 """`longspan plan`: the parameters, FLOPs and memory of a run, before it runs.
 
-The memory is that of model and optimizer on each device. Activations, time and communication are
-not planned.
+Time and communication are not planned.
 """
 
 from __future__ import annotations
@@ -18,20 +17,10 @@ from longspan.errors import UserError
 from longspan.hardware import Device
 from longspan.models import flops_per_sample
 from longspan.planning.forecast import Forecast, forecast
-from longspan.planning.memory import DeviceMemory, memory_per_rank
+from longspan.planning.memory import PARTS, DeviceMemory, memory_per_rank
 from longspan.wording import counted
 
 GIB = 2**30
-MEMORY_ROWS = {
-    "parameters": "parameters",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "transient": "transient buffers",
-    "autocast_copies": "16-bit copies (autocast)",
-    "signs": "signs of sketched layers",
-}
-NOT_INCLUDED = ("activations", "library workspaces", "allocator rounding")
-"""What the memory of a plan leaves out."""
 FRACTIONS = (Fraction(1, 2), Fraction(1, 4), Fraction(1, 8))
 
 
@@ -45,7 +34,7 @@ class Alternative:
     parameters: int
     flops_per_token: float
     device_bytes: int
-    """Memory of model and optimizer on the fullest device."""
+    """Memory that the fullest device must have."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +50,7 @@ class Plan:
     attention_flops: float
     """Per token, forward and backward."""
     stages: list[DeviceMemory]
-    """Without activations; one entry per rank of the pipeline axis."""
+    """One entry per rank of the pipeline axis."""
     micro_batch_tokens: int
     """Tokens per forward pass on a rank, to which the activations are proportional."""
     checkpoint_bytes: int
@@ -70,10 +59,11 @@ class Plan:
     """Time and cost, if the device is known."""
 
     def as_dict(self) -> dict[str, Any]:
-        stages = [{**asdict(memory), "on_device": memory.on_device} for memory in self.stages]
+        stages = [
+            {**asdict(x), "allocated": x.allocated, "on_device": x.on_device} for x in self.stages
+        ]
         forecast = None if self.forecast is None else self.forecast.as_dict()
-        plain = asdict(replace(self, forecast=None))
-        return {**plain, "stages": stages, "forecast": forecast, "not_included": NOT_INCLUDED}
+        return {**asdict(replace(self, forecast=None)), "stages": stages, "forecast": forecast}
 
     def __str__(self) -> str:
         forecast = [] if self.forecast is None else [str(self.forecast)]
@@ -93,25 +83,37 @@ class Plan:
     def _memory(self) -> str:
         """One column per rank of the pipeline axis."""
         processes = counted(self.gpus, "process")
-        lines = [f"memory of model and optimizer per device in GiB, {processes}, {self.precision}:"]
+        lines = [f"memory per device in GiB at the peak of a step, {processes}, {self.precision}:"]
         if len(self.stages) > 1:
             heads = "".join(f"{f'pipeline {i}':>12}" for i in range(len(self.stages)))
             lines.append(f"  {'':<26}{heads}")
-        rows = {title: [getattr(s, key) for s in self.stages] for key, title in MEMORY_ROWS.items()}
-        rows["of which offloaded to CPU"] = [memory.offloaded for memory in self.stages]
+        rows = {name: [memory.peak.get(name, 0) for memory in self.stages] for name in PARTS}
         rows = {title: sizes for title, sizes in rows.items() if any(sizes)}
-        rows["total without activations"] = [memory.on_device for memory in self.stages]
+        rows["allocated"] = [memory.allocated for memory in self.stages]
+        rows["CUDA and fragmentation"] = [memory.fragmentation for memory in self.stages]
+        rows["device must have"] = [memory.on_device for memory in self.stages]
+        rows["before the first step"] = [memory.start for memory in self.stages]
+        rows["while it saves"] = [memory.save for memory in self.stages]
+        if any(memory.offloaded for memory in self.stages):
+            rows["offloaded to CPU"] = [memory.offloaded for memory in self.stages]
         lines += [
             f"  {title:<28}" + "".join(f"{size / GIB:>12,.3f}" for size in sizes).removeprefix("  ")
             for title, sizes in rows.items()
         ]
+        fullest = max(self.stages, key=lambda memory: memory.on_device)
         tokens = f"{self.micro_batch_tokens:,} tokens per micro-batch on a device"
-        return "\n".join([*lines, f"  not included: activations, of {tokens}"])
+        lines.append(f"  the peak is in {fullest.peak_at}; {tokens}")
+        if sum(fullest.kept.values()):
+            parts = sorted(fullest.kept.items(), key=lambda part: -part[1])
+            total = sum(fullest.kept.values())
+            named = ", ".join(f"{name} {size / total:.0%}" for name, size in parts if size)
+            lines.append(f"  activations: {named}")
+        return "\n".join(lines)
 
     def _alternatives(self) -> str:
         """The same run with other linear layers."""
         head = f"  {'linear layers':<15}{'ratio':>7}{'parameters':>18}{'GFLOPs/token':>17}"
-        title = "with other linear layers, all at the same ratio, without activations:"
+        title = "with other linear layers, all at the same ratio:"
         lines = [title, head + f"{'GiB/device':>15}"]
         for other in self.alternatives:
             lines.append(

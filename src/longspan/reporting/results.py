@@ -17,6 +17,9 @@ SIZES = ("tokens", "length", "size", "bytes", "in_features", "ranks", "gib")
 
 TITLES = {"both_ms": "Forward and backward pass", "forward_ms": "Forward pass", "ms": "Time"}
 
+STATES = ("parameters", "gradients", "optimizer", "signs")
+"""Of a plan, which are in its peak, too."""
+
 
 def bench_charts(drawing: Drawing, content: Mapping[str, Any], section: str) -> None:
     """Add a chart for each table that has times (…_ms) at several sizes."""
@@ -70,6 +73,13 @@ def _value(value: Any) -> float | None:
     return float(value) if is_number and abs(value) < 1e300 else None
 
 
+def _with_peak(stage: Mapping[str, Any]) -> dict[str, Any]:
+    """A pipeline rank's memory in one table: what is there at the peak of a step, and the rest."""
+    peak = stage.get("peak")
+    rest = {name: size for name, size in stage.items() if name not in STATES}
+    return {**peak, **rest} if isinstance(peak, dict) else dict(stage)
+
+
 def plan(content: Mapping[str, Any]) -> Html:
     derived = content["derived"] if isinstance(content["derived"], dict) else {}
     facts: dict[str, Any] = {
@@ -78,11 +88,11 @@ def plan(content: Mapping[str, Any]) -> Html:
         "parameters": content["parameters"],
         **derived,
     }
-    stages = rows_of(content["stages"])
+    stages = [_with_peak(stage) for stage in rows_of(content["stages"])]
     names = list(dict.fromkeys(name for stage in stages for name in stage))
     memory = [
         [
-            capital(name.replace("_", " ").replace("on device", "total without activations")),
+            capital(name.replace("_", " ").replace("on device", "device must have")),
             *(f"{number(stage.get(name)) / GIB:,.3f}" for stage in stages),
         ]
         for name in names

@@ -1,0 +1,216 @@
+"""Activations of the decoder by formula: what a block keeps for its backward pass, and the peaks.
+
+All tables are bytes per token of a micro-batch on one rank, by name. They say what autograd saves
+(eager), or what AOTAutograd's partitioner saves (compiled); tests compare them with traces of the
+real block. "none" keeps all of `saved`; "selective" and "full" keep less, and recompute the rest in
+the backward pass of one block at a time.
+
+In letters: h hidden, q and k the widths of all query and key heads, f ffn, e bytes of an element in
+the run's precision. The residual stream is float32. q, k and f are those of a tensor-parallel rank.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from longspan.attention import BlockSparse, Dense, Dilated, Heads, pattern_of
+from longspan.config import Run
+from longspan.costs import linear_sizes, rank_of
+from longspan.nn.loss import CHUNK_ELEMENTS
+from longspan.parallel.tensor import residual_split
+from longspan.planning.communication_in_blocks import exchanges
+from longspan.planning.parameters import Degrees
+
+FP32 = 4
+PARTIAL_BYTES = 128 << 20
+"""Of each buffer in which the kernels of dilated attention merge branches, as in their launch."""
+SCRATCH_BYTES = 560 << 20
+"""At most, for the scores' gradients in the backward pass of block-sparse attention."""
+
+Table = dict[str, float]
+
+
+@dataclass(frozen=True)
+class BlockActivations:
+    """Bytes of a block on a rank, for one micro-batch."""
+
+    kept: dict[str, int]
+    """From the forward to the backward pass, by name; the block's input is among them."""
+    workspace: int
+    """Beyond `kept`, at the peak of the block's backward pass: recomputed activations, gradients of
+    activations, and buffers of the attention kernels."""
+    keeps_copies: bool
+    """Whether the 16-bit copies of its weights are kept for the backward pass."""
+
+    @property
+    def total(self) -> int:
+        return sum(self.kept.values())
+
+
+class Activations:
+    """The activations of a run on a rank."""
+
+    def __init__(self, run: Run, degrees: Degrees) -> None:
+        model, train, self._run, self._degrees = run.model, run.train, run, degrees
+        tensor = degrees.tensor
+        self.tokens = train.micro_batch * -(-run.data.context // degrees.sequence)
+        """Of a micro-batch on this rank."""
+        self.width = 2 if train.precision in ("bf16", "fp16") else FP32
+        self.on_cpu = train.device == "cpu"
+        is_auto = train.compile == "auto"
+        self.is_compiled = (
+            not self.on_cpu and run.layout.schedule != "zbv" if is_auto else (train.compile is True)
+        )
+        split = (
+            residual_split(model, run.layout.megatron_sequence_parallel) if tensor > 1 else "none"
+        )
+        self.is_split = split != "none"
+        self.hidden = model.hidden
+        self.stream = FP32 * model.hidden / (tensor if self.is_split else 1)
+        """Bytes per token of the residual stream."""
+        self.inputs = model.hidden / (tensor if split == "features" else 1)
+        """Width of the inputs of projections."""
+        self.heads = model.heads / tensor
+        self.queries = model.heads * model.head_dim / tensor
+        self.keys = model.kv_heads * model.head_dim / tensor
+        self.ffn = model.ffn / tensor
+
+    def block(self, block: int = 0) -> BlockActivations:
+        """The activations of a block; blocks differ only in the ranks of their linear layers."""
+        mode, e = self._run.train.activation_checkpointing, self.width
+        saved = self._saved(block)
+        kept = {"none": saved, "selective": self._selective(block), "full": {}}[mode]
+        recomputed = sum(saved.values()) - sum(kept.values()) if mode != "none" else 0
+        if mode == "selective" and not self.is_compiled:
+            recomputed += e * self.hidden  # the output of the last product is cached, and unused
+        if mode != "none" and self.is_compiled:
+            recomputed += FP32 * self.hidden  # the residual stream between attention and MLP
+        kept = {"block inputs": self.stream, **kept, **self._received()}
+        # The gradients of gate and up are computed when that of their product is still there, and
+        # the product itself is not.
+        mlp = self.stream + recomputed + 2 * e * self.ffn
+        attention = self.stream + recomputed - saved["MLP"] + 4 * e * self.queries + 8 * self.heads
+        workspace = max(mlp * self.tokens, attention * self.tokens + self.attention_workspace())
+        sizes = {name: math.ceil(size * self.tokens) for name, size in kept.items()}
+        if self._run.train.offload_activations:
+            workspace, sizes = workspace + sum(sizes.values()), dict.fromkeys(sizes, 0)
+        copies = mode == "none" and e < FP32
+        return BlockActivations(sizes, math.ceil(max(0, workspace)), copies)
+
+    def _saved(self, block: int) -> Table:
+        """What the backward pass of a block needs, besides its input."""
+        e, h, q, k, f = self.width, self.inputs, self.queries, self.keys, self.ffn
+        model = self._run.model
+        table: Table = {}
+        if self.is_compiled:
+            table["inputs of projections"] = 2 * e * h + 8
+            table["attention projection"] = e * self.hidden
+            mlp = 3 * e * f
+        else:
+            table["residual stream after attention"] = self.stream
+            # Autocast converts the input of each projection by itself.
+            table["inputs of projections"] = (5 * e if e < FP32 else 2 * e) * h + 8
+            mlp = 4 * e * f
+        table["queries, keys and values"] = e * (q + 2 * k)
+        table["attention output"] = e * q + FP32 * self.heads
+        if self.on_cpu and not self.is_compiled:  # where the norm is no single kernel
+            table["normalized residual stream"] = 2 * self.stream
+        if model.sub_layer_norm:
+            unfused = self.on_cpu and not self.is_compiled
+            upcast = FP32 if e < FP32 else 0
+            table["sub-layer norms"] = (e + (FP32 + upcast if unfused else 0)) * q + 8
+            if not self.is_compiled:
+                mlp += (FP32 + upcast + e - (e if upcast else 0) if unfused else e) * f
+        if model.qk_norm:
+            table["norms of queries and keys"] = e * (q + k) + 8 * self.heads
+        if model.linear != "dense":
+            table["low-rank intermediates"] = e * self._ranks(block)
+        table["MLP"] = mlp
+        return table
+
+    def _selective(self, block: int) -> Table:
+        """The outputs of matrix products and of attention, which are not recomputed."""
+        e, q, k = self.width, self.queries, self.keys
+        table = {
+            "queries, keys and values": e * (q + 2 * k),
+            "attention output": e * q + FP32 * self.heads,
+            "attention projection": e * self.hidden,
+            "MLP": 2 * e * self.ffn,
+        }
+        if not self.is_compiled:  # the compiler sees that the last product is never read
+            table["MLP"] += e * self.hidden
+        if self._run.model.linear != "dense":
+            table["low-rank intermediates"] = e * self._ranks(block)
+        return table
+
+    def _ranks(self, block: int) -> int:
+        """The ranks of a block's factored layers, summed; a sketched layer has two products."""
+        model = self._run.model
+        per_layer = 2 * model.sketch.terms if model.linear == "sketched" else 1
+        sizes = linear_sizes(model).items()
+        ranks = (rank_of(model, f"blocks.{block}.{name}", *size) for name, size in sizes)
+        return per_layer * sum(ranks)
+
+    def _received(self) -> Table:
+        """Keys and values from other ranks, which attention keeps when ranks split a sequence."""
+        model, degrees = self._run.model, self._degrees
+        if degrees.sequence == 1:
+            return {}
+        heads = Heads(model.heads // degrees.tensor, model.kv_heads // degrees.tensor)
+        pattern, context = pattern_of(self._run.attention), self._run.data.context
+        if isinstance(pattern, Dilated) and pattern.blocks is None:
+            # At most what a shard at the end of every branch's segment receives.
+            local = -(-context // degrees.sequence)
+            rows = sum(max(0, min(w, context) - local) / r for w, r in pattern.branches)
+            return {"received keys and values": self.width * 2 * self.keys * rows / local}
+        found = exchanges(pattern, context, degrees.sequence, heads, None)
+        if not found or found[0][2].startswith("keys and values of a round"):
+            return {}  # all keys are local, or pass through in rounds
+        vectors = found[0][0] if found[0][3] else 2 * found[0][0] + 2 * found[1][0]
+        size = self.width * self._run.train.micro_batch * model.head_dim * vectors
+        return {"received keys and values": size / self.tokens}
+
+    def attention_workspace(self) -> int:
+        """Buffers of the attention kernels on a GPU, at the peak of the backward pass."""
+        if self.on_cpu:
+            return 0
+        pattern, train = pattern_of(self._run.attention), self._run.train
+        tokens, vector = self.tokens // train.micro_batch, train.micro_batch * self.queries
+        blocks = pattern.blocks if isinstance(pattern, Dilated) else pattern
+        if isinstance(pattern, Dense):
+            return math.ceil(FP32 * tokens * vector)  # the gradient of the queries, summed exactly
+        if isinstance(blocks, BlockSparse) and not isinstance(pattern, Dilated):
+            pairs = pattern.pairs(tokens, math.ceil(self.heads), is_causal=True)
+            return min(SCRATCH_BYTES, train.micro_batch * self.width * pairs)
+        assert isinstance(pattern, Dilated)
+        branches = sorted(pattern.branches)
+        if len(branches) == 1:
+            return 0
+        per_token = FP32 * vector / branches[1][1]
+        reach = math.lcm(branches[-1][0], 4)
+        slab = min(tokens, reach * max(1, int(PARTIAL_BYTES / max(1, per_token * reach))))
+        return 2 * math.ceil(per_token * slab)
+
+    def rope_table(self) -> int:
+        """Cosines and sines of a sequence's positions, float32."""
+        return FP32 * self._run.model.head_dim * self.tokens // self._run.train.micro_batch
+
+    def loss(self) -> dict[str, int]:
+        """Buffers of the last norm and of the chunked loss, at the end of the forward pass."""
+        e, h, tokens = self.width, self.hidden, self.tokens
+        rows_of_head = self._run.model.vocab // self._degrees.tensor
+        chunk = min(tokens, max(1, CHUNK_ELEMENTS // rows_of_head)) * rows_of_head
+        copies = e * rows_of_head * h if e < FP32 else 0
+        if self._degrees.tensor > 1:
+            logits = (e + 3 * FP32 if e < FP32 else 3 * FP32) * chunk
+        else:
+            logits = (e + FP32 + (FP32 if e < FP32 else 0)) * chunk
+        stream = 2 * self.stream + (FP32 * h if self.is_split else 0)  # its input and its output
+        stream += self.stream if self.on_cpu else 0
+        hidden = (2 * e if e < FP32 else e) * h  # in the run's precision, and its gradient
+        return {
+            "logits": logits + copies,
+            "last norm and head input": math.ceil((stream + hidden) * tokens),
+            "head gradient": FP32 * rows_of_head * h,
+        }

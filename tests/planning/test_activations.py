@@ -1,0 +1,167 @@
+"""The formulas of activations against traces of the real block, with fake tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from longspan.config import Run
+from longspan.device import autocast
+from longspan.models import Decoder, new_decoder
+from longspan.models.decoder import allocate
+from longspan.parallel.apply import apply_to_blocks
+from longspan.planning.activations import Activations
+from longspan.planning.parameters import Degrees
+from longspan.planning.tracing import LiveMemory, trace_memory
+from longspan.runfile import load_run
+
+TOKENS = 4096
+SIZES = {
+    "plain": ["model.hidden=64", "model.heads=4", "model.ffn=192"],
+    "grouped": ["model.hidden=128", "model.heads=8", "model.kv_heads=2", "model.ffn=448"],
+    "dense": ["model.hidden=64", "model.heads=4", "model.ffn=192", "attention.kind=dense"],
+    "sub-layer norms": [
+        "model.hidden=64",
+        "model.heads=2",
+        "model.ffn=320",
+        "model.sub_layer_norm=true",
+    ],
+}
+
+
+def run_of(sizes: str, precision: str, mode: str, *, compiles: bool, batch: int = 2) -> Run:
+    options = [
+        *SIZES[sizes],
+        "model.layers=1",
+        f"data.context={TOKENS // batch}",
+        f"train.micro_batch={batch}",
+        f"train.global_batch={batch}",
+        "train.device=cpu",
+        f"train.precision={precision}",
+        f"train.compile={str(compiles).lower()}",
+        f"train.activation_checkpointing={mode}",
+    ]
+    return load_run(None, options)
+
+
+def block_of(model: Decoder, run: Run) -> tuple[nn.Module, Tensor, Tensor]:
+    """The block of `model`, allocated and wrapped, its input and the table of RoPE."""
+    allocate(model, torch.device("cpu"))
+    apply_to_blocks(model, run.train.model_copy(update={"compile": False}))
+    rope = model.rope.table(torch.arange(run.data.context))
+    x = torch.empty(run.train.micro_batch, run.data.context, run.model.hidden, requires_grad=True)
+    return model.blocks[0], x, rope
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("sizes", "precision"),
+    [("plain", "bf16"), ("grouped", "bf16"), ("grouped", "fp32"), ("sub-layer norms", "bf16")],
+)
+def test_a_block_keeps_what_is_planned(sizes: str, precision: str, mode: str) -> None:
+    run = run_of(sizes, precision, mode, compiles=False)
+    planned = Activations(run, Degrees.of(run.layout, 1)).block()
+    model = new_decoder(run)
+    weights = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1)
+    with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as memory:
+        block, leaf, rope = block_of(model, run)
+        x = leaf * 1
+        before = memory.live
+        with autocast(run.train):
+            y = block(x, rope)
+        # Its output takes the place of its input, which stays for the block itself.
+        kept = memory.live - before - (2 * weights if planned.keeps_copies else 0)
+        gradient = torch.empty_like(y)
+        held = memory.live - y.nbytes  # which the next block would have freed by now
+        del x
+        memory.reset_peak()
+        torch.autograd.backward([y], [gradient])
+        peak = memory.peak - held - y.nbytes
+    norms = sum(p.nbytes for p in model.blocks.parameters() if p.dim() == 1)
+    assert 0 <= kept - planned.total <= norms  # whose weights are rounded
+    if sizes == "sub-layer norms":
+        return  # which on a CPU are several kernels, and take more than on a GPU
+    workspace = planned.workspace - gradient.nbytes
+    assert peak == pytest.approx(workspace, abs=4 * weights + 0.002 * workspace)
+
+
+class _Traced(Exception):
+    """The partitioned graph is there; nothing has to run."""
+
+
+def saved_by_compiled(run: Run) -> list[Tensor]:
+    """What the partitioner of torch.compile saves of a block, the output of the block first."""
+    graphs: list[torch.fx.GraphModule] = []
+
+    def forward(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append(graph)
+        raise _Traced
+
+    def partition(joint: Any, inputs: Any, **options: Any) -> Any:
+        joint_graph_passes(joint)  # as inductor does
+        return min_cut_rematerialization_partition(joint, inputs, compiler="inductor", **options)
+
+    backend = aot_autograd(
+        fw_compiler=forward,
+        bw_compiler=forward,
+        decompositions=select_decomp_table,
+        partition_fn=partition,
+    )
+    block, x, rope = block_of(new_decoder(run), run)
+    torch.compiler.reset()
+    compiled = torch.compile(block, backend=backend, fullgraph=True)
+    with autocast(run.train), pytest.raises((BackendCompilerFailed, _Traced)):
+        compiled(x, rope)
+    output = graphs[0].graph.output_node()
+    nodes = [node for node in output.args[0] if isinstance(node, torch.fx.Node)]  # type: ignore[union-attr]
+    return [node.meta["val"] for node in nodes if node.op != "placeholder"]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+@pytest.mark.parametrize(
+    ("sizes", "precision"), [("grouped", "bf16"), ("plain", "fp32"), ("sub-layer norms", "bf16")]
+)
+def test_a_compiled_block_keeps_what_is_planned(sizes: str, precision: str, mode: str) -> None:
+    run = run_of(sizes, precision, mode, compiles=True)
+    planned = Activations(run, Degrees.of(run.layout, 1)).block()
+    saved = saved_by_compiled(run)
+    weights = sum(p.numel() for p in new_decoder(run).blocks.parameters() if p.dim() > 1)
+    expected = planned.total + (2 * weights if planned.keeps_copies else 0)
+    assert sum(x.numel() * x.element_size() for x in saved) == expected
+
+
+def test_a_dense_compiled_block_keeps_the_same_as_a_dilated_one() -> None:
+    dense, dilated = (
+        sum(x.nbytes for x in saved_by_compiled(run_of(sizes, "bf16", "none", compiles=True)))
+        for sizes in ("dense", "plain")
+    )
+    assert dense == dilated
+
+
+def test_any_module_can_be_traced() -> None:
+    """Two layers: the hidden units are kept, as the ReLU's output, which the second layer reads."""
+    with torch.device("meta"):
+        module = nn.Sequential(
+            nn.Linear(64, 256, bias=False), nn.ReLU(), nn.Linear(256, 8, bias=False)
+        )
+        found = trace_memory(module, torch.empty(1000, 64))
+        halved = trace_memory(module, torch.empty(1000, 64), precision="bf16")
+    assert found.parameters == found.gradients == 4 * (64 * 256 + 256 * 8)
+    assert found.activations == 4 * 1000 * 256
+    assert halved.activations == 2 * (1000 * 64 + 1000 * 256 + 256 * 8)
+    inputs = 4 * 1000 * 64
+    # The gradients of the units, after the ReLU and before it, when that of the second layer is
+    # there, and the output and its gradient are not.
+    extra = found.peak - found.parameters - inputs - found.activations
+    assert extra == pytest.approx(4 * (2 * 1000 * 256 + 256 * 8), abs=32)
+    with pytest.raises(ValueError, match="precision must be one of fp32, bf16, fp16, got 'int8'"):
+        trace_memory(module, torch.empty(1, 64), precision="int8")
