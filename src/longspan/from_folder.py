@@ -51,17 +51,17 @@ def fill_from_folder(
             filled |= extend(*rope, context, how)
         except UserError as error:
             problems.append(Problem("model.extend_context", str(error)))
-    if not attention:
-        attention = config.attention.model_dump(mode="json")
-        if config.has_window(context):
-            problems.append(
-                Problem(
-                    key,
-                    f"has layers with sliding_window = {config.window:,}, which is not supported "
-                    f"with data.context = {context:,}: lower the context to the window, or set "
-                    "attention.kind to train with another pattern",
-                )
+    if not attention and (pattern := config.pattern(context)):
+        attention = pattern.model_dump(mode="json")
+    elif not attention:
+        problems.append(
+            Problem(
+                key,
+                f"has sliding_window = {config.window:,} in {config.window_layers} of "
+                f"{config.layers} layers, which is not supported with data.context = {context:,}: "
+                "lower the context to the window, or set attention.kind for all layers",
             )
+        )
     preset = presets.MODELS.get(str(model.get("preset")), {})
     shapes = {name: preset[name] for name in EQUAL if name in preset and name != "vocab"}
     tables = {**tables, "model": {**filled, **shapes, **model}, "attention": attention}

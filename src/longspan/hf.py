@@ -39,8 +39,7 @@ HARMLESS = {
 """Arguments of models that reach attention and do not change it. All others are refused."""
 
 HINTS = {
-    "sliding_window": "set config.sliding_window = None, or use a pattern of kind "
-    '"block_sparse" with local_window',
+    "sliding_window": 'set config.sliding_window = None, and use a pattern of kind "window"',
     "cu_seq_lens_q": "leave it out: position_ids that start again mark the documents of a sequence",
 }
 """What to change instead of another attn_implementation, by refused argument."""

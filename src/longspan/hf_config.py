@@ -153,13 +153,27 @@ class FolderConfig(BaseModel):
     """Layers from this one on have the window, unless `layer_types` says which."""
     layer_types: tuple[str, ...] | None = Field(default=None, strict=False)
 
-    def has_window(self, context: int) -> bool:
-        """Whether a layer has a sliding window that hides tokens of a context."""
-        if self.window is None or self.window >= context:
-            return False
+    @property
+    def window_layers(self) -> int:
+        """The number of layers that have the sliding window."""
+        if self.window is None:
+            return 0
         if self.layer_types is not None:
-            return "sliding_attention" in self.layer_types
-        return self.first_window_layer < self.layers
+            return self.layer_types.count("sliding_attention")
+        return max(0, self.layers - self.first_window_layer)
+
+    def hides(self, context: int) -> bool:
+        """Whether the sliding window of some layer hides tokens of a context."""
+        return self.window_layers > 0 and self.window is not None and self.window < context
+
+    def pattern(self, context: int) -> Attention | None:
+        """The attention of all layers over a context; None if that of one layer differs."""
+        if self.attention.kind != "dense" or not self.hides(context):
+            return self.attention
+        if self.window_layers < self.layers:
+            return None
+        assert self.window is not None
+        return Attention(kind="window", window=self.window)
 
     def model_keys(self) -> dict[str, Any]:
         """The values of [model]."""
@@ -195,12 +209,15 @@ class FolderConfig(BaseModel):
         if model.rms_norm_eps != self.rms_norm_eps:
             eps = f"{model.rms_norm_eps:g} instead of {self.rms_norm_eps:g}"
             found.append(f"model.rms_norm_eps {eps}")
-        if run.attention.kind != self.attention.kind:
-            found.append(f"{run.attention.kind} attention instead of {self.attention.kind}")
-        elif run.attention != self.attention and self.attention.kind != "dense":
-            found.append(f"other settings of {self.attention.kind} attention")
-        if self.has_window(context):
-            found.append(f"no sliding window of {self.window:,} tokens")
+        theirs = self.pattern(context)
+        if theirs is None:
+            layers = f"{self.window_layers} of {self.layers} layers"
+            text = f"a sliding window of {self.window:,} tokens in {layers}"
+            found.append(f"{run.attention.kind} attention instead of {text}")
+        elif run.attention.kind != theirs.kind:
+            found.append(f"{run.attention.kind} attention instead of {theirs.kind}")
+        elif run.attention != theirs and theirs.kind != "dense":
+            found.append(f"other settings of {theirs.kind} attention")
         return found
 
 
@@ -238,6 +255,9 @@ def read_folder_config(folder: Path) -> FolderConfig:
     problems += [*_unsupported(family, fields), *_window_problems(family, fields)]
     values["attention"], wrong = read_attention(fields.get("longspan", DENSE))
     problems += wrong
+    pattern, window = values["attention"], values["window"]
+    if window is not None and pattern.kind != "dense" and pattern != _window_pattern(window):
+        problems.append(f"sliding_window = {shown(window)} and longspan disagree: keep one")
     try:
         config = FolderConfig.model_validate(values)
     except ValidationError as error:
@@ -252,6 +272,12 @@ def read_folder_config(folder: Path) -> FolderConfig:
             )
         )
     return config
+
+
+def _window_pattern(window: object) -> Attention | None:
+    if not isinstance(window, int) or window < 1:  # which is reported by itself
+        return None
+    return Attention(kind="window", window=window)
 
 
 def _activation(family: str, fields: Mapping[str, Any]) -> str:

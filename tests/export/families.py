@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from longspan.config import Run
-from tests.parallel.test_apply import run_of
+from longspan.runfile import load_run
+from tests.parallel.test_apply import OPTIONS
 
 CONTEXT = 64
 BATCH = 4
@@ -32,8 +33,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"attention_bias": True, "mlp_bias": True, "head_dim": 12, "tie_word_embeddings": True},
     ),
     "mistral": ("MistralForCausalLM", {"sliding_window": CONTEXT, "hidden_act": "gelu"}),
+    "mistral-window": ("MistralForCausalLM", {"sliding_window": 10}),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16, "rms_norm_eps": 0.01}),
+    "qwen3-window": (
+        "Qwen3ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0, "head_dim": 16},
+    ),
     "qwen3-biases": ("Qwen3ForCausalLM", {"head_dim": 8, "attention_bias": True}),
     # With pad_token_id transformers leaves out the gradient of that row of the embedding.
     "gemma": ("GemmaForCausalLM", {"head_dim": 16, "pad_token_id": None}),
@@ -57,9 +63,9 @@ def save_family(family: str, folder: Path, *, shard_size: str = "1GB", **fields:
 
 def run_from(folder: Path, *overrides: str, world: int = 1, key: str = "train.init_from") -> Run:
     """A run whose model `folder` decides."""
-    given = [f"{key}={folder}", "model.hidden=32", "model.layers=2", "model.heads=4"]
-    given += ["attention.kind=dense", "attention.segment_lengths=[]", "attention.dilation_rates=[]"]
-    return run_of(world, *given, f"train.global_batch={BATCH}", *overrides)
+    given = [option for option in OPTIONS if not option.startswith(("model.", "attention."))]
+    given += [f"{key}={folder}", f"train.global_batch={BATCH}", *overrides]
+    return load_run(None, given, world=world)
 
 
 def loss_and_gradients(

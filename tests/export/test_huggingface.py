@@ -216,13 +216,14 @@ def test_a_resumed_run_does_not_need_the_folder_of_its_weights(
             'sliding_window = 4096 is not supported with model_type = "llama", only null',
         ),
         (
-            {"model_type": "mistral", "sliding_window": 32},
-            "has layers with sliding_window = 32, which is not supported with data.context = 64",
+            {"model_type": "mistral", "sliding_window": 32}
+            | {"longspan": {"attention": {"kind": "window", "window": 16}}},
+            "sliding_window = 32 and longspan disagree: keep one",
         ),
         (
             {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 32}
             | {"max_window_layers": 1},
-            "has layers with sliding_window = 32, which is not supported with data.context = 64",
+            "has sliding_window = 32 in 1 of 2 layers, which is not supported with data.context",
         ),
         (
             {"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]},

@@ -21,7 +21,14 @@ from longspan.training import train
 from tests.export.families import CONTEXT, FAMILIES, run_from, save_family
 
 SAME = ("model_type", "num_key_value_heads", "attention_bias", "mlp_bias", "hidden_act")
-SAME += ("rms_norm_eps", "max_position_embeddings", "tie_word_embeddings", "rope_parameters")
+SAME += (
+    "sliding_window",
+    "layer_types",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+    "rope_parameters",
+)
 """Fields of config.json that an export gives back."""
 
 

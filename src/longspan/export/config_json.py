@@ -6,6 +6,7 @@ import re
 from typing import Any
 
 from longspan.config import Run
+from longspan.hf_config import FolderConfig
 from longspan.hf_rope import write_rope
 
 HF_MODULES = {
@@ -43,10 +44,20 @@ def hf_name(name: str) -> str:
     return f"{prefix}{HF_MODULES[module]}.{kind}"
 
 
-def hf_config(run: Run, ids: dict[str, Any], dtype: str = "float32") -> dict[str, Any]:
+def is_window(run: Run) -> bool:
+    """Whether a run's attention is the sliding window that its family has in transformers."""
+    attention, families = run.attention, ("mistral", "qwen2", "qwen3")
+    is_plain = attention.sinks == 0 and attention.window_dilation <= 1
+    return attention.kind == "window" and is_plain and run.model.family in families
+
+
+def hf_config(
+    run: Run, ids: dict[str, Any], dtype: str = "float32", start: FolderConfig | None = None
+) -> dict[str, Any]:
     """The config.json of the run's model; `ids` are those of special tokens.
 
-    Fields whose defaults in transformers depend on the family are all written.
+    Fields whose defaults in transformers depend on the family are all written. `start`: the model
+    that the run started from, whose sliding window stays if the run's context does not exceed it.
     """
     model, context = run.model, run.data.context
     positions = max(context, model.max_positions or 0)
@@ -74,11 +85,29 @@ def hf_config(run: Run, ids: dict[str, Any], dtype: str = "float32") -> dict[str
         config["attention_bias"] = model.attention_bias
     if model.family == "llama":
         config["mlp_bias"] = model.mlp_bias
-    if model.family == "mistral":
-        config["sliding_window"] = None
-    if model.family in ("qwen2", "qwen3"):
-        config |= {"use_sliding_window": False, "sliding_window": None}
+    config |= _window_fields(run, start)
     config["longspan"] = {"attention": run.attention.model_dump(mode="json")}
-    if run.attention.kind != "dense":  # so that transformers does not compute dense attention
+    if needs_longspan(run):  # so that transformers does not compute dense attention
         config["attn_implementation"] = "longspan"
     return config
+
+
+def needs_longspan(run: Run) -> bool:
+    """Whether transformers computes a run's attention only with `longspan.hf`."""
+    return run.attention.kind != "dense" and not is_window(run)
+
+
+def _window_fields(run: Run, start: FolderConfig | None) -> dict[str, Any]:
+    family, is_qwen = run.model.family, run.model.family in ("qwen2", "qwen3")
+    if family != "mistral" and not is_qwen:
+        return {}
+    window = run.attention.window if is_window(run) else None
+    layers: dict[str, Any] = {"max_window_layers": 0}
+    if start and run.attention.kind == "dense" and not start.hides(run.data.context):
+        window = start.window
+        layers = {"max_window_layers": start.first_window_layer}
+        if start.layer_types is not None:
+            layers["layer_types"] = list(start.layer_types)
+    if not is_qwen or window is None:
+        return {"sliding_window": window, **({"use_sliding_window": False} if is_qwen else {})}
+    return {"sliding_window": window, "use_sliding_window": True, **layers}

@@ -32,7 +32,7 @@ from longspan.checkpoint import (
 )
 from longspan.config import Run
 from longspan.errors import UserError
-from longspan.export.config_json import hf_config, hf_name
+from longspan.export.config_json import hf_config, hf_name, needs_longspan
 from longspan.export.side_files import (
     GENERATION_CONFIG,
     SIDE_FOLDER,
@@ -108,7 +108,8 @@ def export(
     try:
         with atomic_folder(out) as draft:
             _write_shards(draft, _dense_tensors(run, saved), as_torch)
-            config = hf_config(run, ids, str(as_torch).removeprefix("torch."))
+            start = read_folder_config(side) if (side / CONFIG).exists() else None
+            config = hf_config(run, ids, str(as_torch).removeprefix("torch."), start)
             for name, content in ((CONFIG, config), (GENERATION_CONFIG, ids)):
                 (draft / name).write_text(json.dumps(content, indent=1) + "\n")
             if has_side:
@@ -120,7 +121,7 @@ def export(
     except OSError as error:
         raise UserError(f"cannot export to {out}: {error.strerror or error}") from error
     kind, notes = run.attention.kind, []
-    if kind != "dense":
+    if needs_longspan(run):
         notes.append(f"for its {kind} attention, import longspan.hf before transformers loads it")
     if run.model.linear != "dense":
         notes.append(f"{run.model.linear} layers were exported as the equivalent dense layers")
