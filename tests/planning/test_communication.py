@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.debug import CommDebugMode
 
+from longspan.attention import Dilated, Heads, Shards
+from longspan.attention.context_parallel.kv_exchange import remote_rows
 from longspan.config import Run
 from longspan.models import new_decoder
 from longspan.planning.communication import (
@@ -16,6 +19,7 @@ from longspan.planning.communication import (
     FIRST_BUCKET_BYTES,
     communication,
 )
+from longspan.planning.communication_in_blocks import _estimated_rows
 from longspan.planning.fake_world import fake_world
 from longspan.planning.recording import CollectiveRecorder, Group, Total, totals_of
 from longspan.runfile import load_run
@@ -186,3 +190,19 @@ def test_by_default_the_rank_that_exchanges_most_is_planned(options: list[str]) 
         return sum(x.step_bytes for x in planned if x.axis == "sequence")
 
     assert exchanged(None) == max(map(exchanged, range(4)))
+
+
+@pytest.mark.parametrize("rates", [(1, 4, 16), (1, 6, 4), (2, 4)])
+def test_the_rows_of_long_contexts_are_estimated_as_they_are_counted(
+    rates: tuple[int, ...],
+) -> None:
+    pattern = Dilated(tuple(384 * 2**i * r for i, r in enumerate(rates)), rates)
+    shards, rank = Shards.even(1 << 17, 16), 15
+    for group in (1, 4):
+        (rows,) = remote_rows(pattern, shards, rank, Heads(group, 1), True)
+        found = _estimated_rows(pattern, shards.boundaries[rank], group)
+        if all(b % a == 0 for a, b in pairwise(rates)):
+            assert found == pytest.approx(len(rows), rel=0.01)
+        else:  # an upper bound
+            assert len(rows) <= found * 1.01
+            assert found <= 1.5 * len(rows)

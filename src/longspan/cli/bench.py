@@ -184,6 +184,25 @@ def add(commands: Commands) -> None:
     )
     planner.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as SVG")
 
+    step_time = actions.add(
+        "step-time",
+        "compare predicted with measured tokens/s, on one device",
+        "bench step-time --json h200.json",
+        "bench step-time --fit h200.json",
+        verb=bench_step_time,
+    )
+    step_time.add_argument(
+        "--steps", type=int, default=5, metavar="N", help="number of steps to time in each run"
+    )
+    step_time.add_argument(
+        "--fit",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="fit the planner's constants to results of --json, and print them as TOML (default: "
+        "measure)",
+    )
+
     tracking = actions.add(
         "tracking",
         "measure what metrics and sinks cost of a step",
@@ -289,6 +308,16 @@ def bench_planner(args: argparse.Namespace) -> None:
         from longspan.benchmarks.planner import bench_planner
 
     bench_planner(args.file, args.test, device, args.json, args.plot)
+
+
+def bench_step_time(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.step_time import bench_step_time, refit
+
+    if args.fit:
+        print(refit(args.fit), end="")
+        return
+    bench_step_time(builtin_name(), args.steps, args.json)
 
 
 def bench_tracking(args: argparse.Namespace) -> None:

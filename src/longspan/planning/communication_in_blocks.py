@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import pairwise
 
 from longspan.attention import Heads, Mask, Pattern, Shards, choose_shards, pattern_of
 from longspan.attention.context_parallel.kv_exchange import remote_row_counts, remote_rows
@@ -188,9 +189,25 @@ def _rows(pattern: Pattern, shards: Shards, heads: Heads, rank: int | None) -> i
     starts = shards.boundaries[:-1]
     branches = pattern.branches
     busiest = max(range(len(starts)), key=lambda i: sum(starts[i] % w / r for w, r in branches))
-    first = len(
-        remote_rows(pattern, shards, busiest, Heads(heads.queries // heads.keys, 1), True)[0]
-    )
+    first = _estimated_rows(pattern, starts[busiest], heads.queries // heads.keys)
     if first > COUNTED_ROWS:
         return first * heads.keys
     return sum(map(len, remote_rows(pattern, shards, busiest, heads, True)))
+
+
+def _estimated_rows(pattern: Dilated, start: int, heads: int) -> int:
+    """Rows before position `start` that a key head's `heads` query heads see from there on.
+
+    Between the starts of two segments the branches of the longer ones see every r-th position each.
+    If rates divide each other, those of the smallest rate include the others; else they add up, at
+    most to all positions.
+    """
+    begins = {(start // w * w, r) for w, r in pattern.branches}
+    rows, stop = 0.0, start
+    for begin in sorted({begin for begin, _ in begins}, reverse=True):
+        rates = sorted({r for other, r in begins if other <= begin})
+        shares = [min(heads, r) / r for r in rates]
+        is_nested = all(b % a == 0 for a, b in pairwise(rates))
+        rows += (stop - begin) * (shares[0] if is_nested else min(1.0, sum(shares)))
+        stop = begin
+    return round(rows)

@@ -1,6 +1,6 @@
 """What Longspan's kernels and collectives reach of a device's rates: data, with its source.
 
-Fitted to measured runs of Longspan (`longspan bench run-time`), and kept in `efficiencies.toml`.
+Fitted to measured runs of Longspan (`longspan bench step-time`), and kept in `efficiencies.toml`.
 Imports no torch.
 """
 
@@ -19,8 +19,14 @@ from longspan.toml import tomllib
 
 @dataclass(frozen=True)
 class RunRates(MatmulRates):
-    """Fractions of a data sheet's rates, bytes that operators move, and seconds of the host."""
+    """Fractions of a data sheet's rates, bytes that operators move, and seconds of the host.
 
+    The defaults are where a fit begins.
+    """
+
+    matmul: float = 0.78
+    half_rows: float = 100.0
+    half_columns: float = 80.0
     dense: float = 0.62
     """Attention by the dense pattern: of the peak, with heads so wide that it does not matter."""
     dilated: float = 0.45
@@ -36,7 +42,7 @@ class RunRates(MatmulRates):
     bytes that they would if each read its inputs and wrote its output once."""
     eager_traffic: float = 1.5
     """The same of blocks that are not compiled, in units of compiled ones."""
-    loss_traffic: float = 45.0
+    loss_traffic: float = 46.0
     """Bytes that the chunked loss moves per logit besides its matrix products."""
     weight_traffic: float = 18.0
     """Bytes per parameter and micro-batch: the 16-bit copy, and the sum of its gradients."""
@@ -86,14 +92,15 @@ class Band:
 
 
 @cache
-def _table() -> dict[str, Any]:
+def efficiencies() -> dict[str, Any]:
+    """The tables of `efficiencies.toml`."""
     text = resources.files("longspan.planning") / "efficiencies.toml"
     return tomllib.loads(text.read_text(encoding="utf-8"))
 
 
 def rates_of(device: Device) -> RunRates:
     """The rates of GPUs, or those of CPU processes."""
-    return rates_from(_table()["cpu" if device.name == "cpu" else "gpu"])
+    return rates_from(efficiencies()["cpu" if device.name == "cpu" else "gpu"])
 
 
 def rates_from(row: Mapping[str, float]) -> RunRates:
@@ -104,10 +111,10 @@ def rates_from(row: Mapping[str, float]) -> RunRates:
 
 def band_of(device: Device, gpus: int) -> Band | None:
     """The error of predictions for so many devices; None if no such runs were measured."""
-    bands = (Band(**row) for row in _table()["band"])
+    bands = (Band(**row) for row in efficiencies()["band"])
     return next((b for b in bands if b.device == device.name and gpus <= b.gpus), None)
 
 
 def measured_rows() -> list[dict[str, Any]]:
     """The runs that the rates of GPUs are fitted to."""
-    return list(_table()["measured"])
+    return list(efficiencies()["measured"])

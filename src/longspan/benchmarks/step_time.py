@@ -1,0 +1,228 @@
+"""`longspan bench step-time`: predicted against measured tokens/s and memory, on one device.
+
+Each run takes a few steps in this process, on data that costs nothing. `--fit` fits the planner's
+constants to what was measured before, and prints `planning/efficiencies.toml` with them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+import torch
+
+from longspan.benchmarks.measure import Rows, machine, open_console, write_result
+from longspan.config import Run
+from longspan.data import Prefetcher, open_source
+from longspan.device import autocast, resolve
+from longspan.engines import open_engine
+from longspan.errors import UserError
+from longspan.files import read_bounded
+from longspan.hardware import Device, cpu_device, device_of, find_device
+from longspan.parallel.mesh import open_mesh
+from longspan.parallel.world import World
+from longspan.planning.fitting import as_dict, fit, quantiles
+from longspan.planning.memory import memory_per_rank
+from longspan.planning.rates import RunRates, efficiencies
+from longspan.planning.run_time import predict
+from longspan.progress import measuring
+from longspan.runfile import load_run
+from longspan.training.guard import Guard
+from longspan.training.state import TrainState
+from longspan.training.step import train_step
+
+GIB = 2**30
+WARM_UP = 3
+MAX_BYTES = 16 << 20
+FEWEST = 10
+"""Runs to fit to: about as many as there are constants that they determine."""
+SCALE = 0.05
+SPREAD = {
+    "matmul": 0.05, "half_columns": 0.3, "dense": 0.05, "dilated": 0.05, "block_sparse": 0.1,
+    "block_traffic": 0.2, "eager_traffic": 0.5, "loss_traffic": 0.1, "weight_traffic": 0.3,
+    "host_s": 0.7, "eager_host": 0.5,
+}  # fmt: skip
+"""The constants that are fitted, and how far they usually are from the present ones: attention and
+matrix products have benchmarks of their own."""
+
+
+def _gpu_run(preset: str, context: int, micro_batch: int, mode: str, *more: str) -> list[str]:
+    return [
+        f"model.preset={preset}", "model.vocab=50304", f"data.context={context}",
+        f"train.micro_batch={micro_batch}", f"train.global_batch={micro_batch}",
+        f"train.activation_checkpointing={mode}", *more,
+    ]  # fmt: skip
+
+
+GPU_RUNS = [
+    _gpu_run("125m", 8192, 8, "none"),
+    _gpu_run("125m", 8192, 8, "none", "attention.kind=dense"),
+    _gpu_run("125m", 65536, 1, "none"),
+    _gpu_run("125m", 524288, 1, "selective"),
+    _gpu_run("125m", 8192, 2, "none", "train.compile=false"),
+    _gpu_run("350m", 8192, 4, "none"),
+    _gpu_run("350m", 8192, 4, "full"),
+    _gpu_run("350m", 8192, 1, "none"),
+    _gpu_run("350m", 65536, 1, "selective"),
+    _gpu_run("350m", 8192, 4, "none", "train.compile=false"),
+    _gpu_run("1.3b", 8192, 1, "none"),
+    _gpu_run("1.3b", 8192, 2, "selective"),
+    _gpu_run("1.3b", 65536, 1, "full"),
+    _gpu_run("1.3b", 131072, 1, "full"),
+]
+CPU_RUNS = [
+    [f"data.context={context}", f"train.micro_batch={size}", f"train.global_batch={size}", *more]
+    for context, size, more in (
+        (512, 1, []),
+        (512, 4, []),
+        (2048, 1, []),
+        (2048, 1, ["train.activation_checkpointing=full"]),
+        (1024, 2, ["model.hidden=256", "model.layers=4"]),
+    )
+]
+
+
+def bench_step_time(device: str, steps: int, json_file: Path | None) -> None:
+    """Measure, print a table and write JSON."""
+    if steps < 1:
+        raise UserError(f"--steps must be at least 1, got {steps}")
+    console, where = open_console(json_file), machine(device)
+    hardware = _hardware(device)
+    console.print(f"{where}; medians of {steps} steps after {WARM_UP}", markup=False)
+    columns = {"tokens/s": 10, "predicted": 10, "error": 7, "GiB": 7, "planned": 8, "run": -1}
+    table, rows = Rows(console, columns), list[dict[str, Any]]()
+    for overrides in GPU_RUNS if device == "cuda" else CPU_RUNS:
+        run = _load(overrides, device)
+        row: dict[str, Any] = {"device": hardware.name, "overrides": overrides}
+        predicted = predict(run, 1, hardware).tokens_per_s
+        planned = max(memory.on_device for memory in memory_per_rank(run, 1))
+        row |= {"predicted_tokens_per_s": predicted, "planned_bytes": planned}
+        try:
+            with measuring(f"training {' '.join(overrides)}"):
+                seconds, memory = measure(run, steps)
+        except torch.OutOfMemoryError:
+            rows.append({**row, "error": "out of memory"})
+            console.print(f"out of memory: {' '.join(overrides)}", markup=False)
+            torch.cuda.empty_cache()
+            continue
+        rate = run.train.global_batch * run.data.context / statistics.median(seconds)
+        row |= {"tokens_per_s": rate, "step_s": seconds, "memory_bytes": memory}
+        rows.append(row)
+        table.add(
+            f"{rate:,.0f}", f"{predicted:,.0f}", f"{predicted / rate - 1:+.1%}",
+            f"{memory / GIB:.2f}" if memory else "–", f"{planned / GIB:.2f}", " ".join(overrides),
+        )  # fmt: skip
+    errors = [abs(r["predicted_tokens_per_s"] / r["tokens_per_s"] - 1) for r in _measured(rows)]
+    found = quantiles(errors)
+    console.print(f"{len(errors)} runs, error: median {found['median']:.1%}, 9 of 10 within "
+                  f"{found['p90']:.1%}")  # fmt: skip
+    write_result(json_file, {"machine": where, "steps": steps, "errors": found, "rows": rows})
+
+
+def _load(overrides: Sequence[str], device: str) -> Run:
+    options = [*overrides, "data.source=recall", f"train.device={device}"]
+    run = load_run(None, options, builtin="cuda" if device == "cuda" else "cpu")
+    return resolve(run, torch.device(device))
+
+
+def _hardware(device: str) -> Device:
+    if device == "cpu":
+        return cpu_device(1)
+    name = torch.cuda.get_device_name()
+    if (found := find_device(name)) is None:
+        raise UserError(f'"{name}" is not in the table of GPUs, so that nothing is predicted of it')
+    return found
+
+
+def measure(run: Run, steps: int) -> tuple[list[float], int]:
+    """Seconds of each of `steps` steps of a run in this process; peak bytes, 0 on a CPU."""
+    device = torch.device(run.train.device)
+    is_gpu = device.type == "cuda"
+    source, seconds = open_source(run.data, run.model), list[float]()
+    with open_mesh(run.layout, World(0, 1, 0), device) as mesh:
+        engine = open_engine(run, mesh, device, partial(autocast, run.train))
+        state = TrainState(engine, mesh, Guard(0.0, device))
+        with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
+            for step in range(WARM_UP + steps):
+                if is_gpu and step == WARM_UP:
+                    torch.cuda.reset_peak_memory_stats()
+                start = time.perf_counter()
+                train_step(state, data, run.train, device)
+                if is_gpu:
+                    torch.cuda.synchronize()
+                seconds.append(time.perf_counter() - start)
+    peak = torch.cuda.max_memory_allocated() if is_gpu else 0
+    return seconds[WARM_UP:], peak
+
+
+def _measured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return [row for row in rows if "tokens_per_s" in row]
+
+
+def refit(files: Sequence[Path]) -> str:
+    """`efficiencies.toml` with constants fitted to the runs of these results, and their errors."""
+    rows = [row for file in files for row in _measured(_read(file)["rows"])]
+    if len(rows) < FEWEST:
+        raise UserError(f"{len(rows)} runs are too few to fit to: give at least {FEWEST}")
+    names = {row["device"] for row in rows}
+    if len(names) > 1 or "cpu" in names:
+        raise UserError(f"the runs must be of one GPU, got {', '.join(sorted(names))}")
+    (name,) = names
+    rates, errors = fit_rates(rows, device_of(name))
+    source = ", ".join(sorted({_read(file)["machine"] for file in files}))
+    band = {"device": name, "gpus": 1, "runs": len(rows)}
+    band |= {key: round(errors[key], 4) for key in ("median", "p90")}
+    band["of"] = f"{len(rows)} runs on one {name.upper()}, to which the constants are fitted"
+    others = [each for each in efficiencies()["band"] if each["device"] != name]
+    measured = [
+        {
+            "device": name,
+            "source": source,
+            "tokens_per_s": round(row["tokens_per_s"]),
+            "overrides": row["overrides"],
+        }
+        for row in rows
+    ]
+    table = {
+        "gpu": as_dict(rates),
+        "cpu": efficiencies()["cpu"],
+        "band": [band, *others],
+        "measured": measured,
+    }
+    head = "# Written by `longspan bench step-time --fit`; the keys are explained in rates.py.\n\n"
+    return head + tomli_w.dumps(table)
+
+
+def fit_rates(
+    rows: Sequence[Mapping[str, Any]], device: Device
+) -> tuple[RunRates, dict[str, float]]:
+    """Constants that give the tokens/s of measured runs, and the errors that are left."""
+    runs = [load_run(None, row["overrides"], builtin="cuda", world=1) for row in rows]
+    measured = np.array([float(row["tokens_per_s"]) for row in rows])
+
+    def predicted(rates: RunRates) -> np.ndarray[Any, np.dtype[np.float64]]:
+        return np.array([predict(run, 1, device, rates).tokens_per_s for run in runs])
+
+    spread = {field.name: SPREAD.get(field.name, 1e-4) for field in fields(RunRates)}
+    rates = fit(predicted, measured, RunRates(), scale=SCALE, spread=spread)
+    return rates, quantiles(np.abs(predicted(rates) / measured - 1))
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(read_bounded(file, MAX_BYTES))
+    except ValueError as error:
+        raise UserError(f"{file} is not JSON: {error}") from error
+    is_ours = isinstance(content, dict) and isinstance(content.get("rows"), list)
+    if not is_ours or not all("overrides" in row for row in content["rows"]):
+        raise UserError(f"{file} is not a result of longspan bench step-time")
+    found: dict[str, Any] = content
+    return found

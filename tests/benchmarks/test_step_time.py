@@ -1,0 +1,77 @@
+"""The benchmark of predicted time: its measurement on a CPU, and the fit to its results."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from longspan.benchmarks import step_time
+from longspan.cli import main
+from longspan.hardware import devices
+from longspan.planning.rates import RunRates, measured_rows, rates_from
+from longspan.planning.run_time import predict
+from longspan.runfile import load_run
+from longspan.toml import tomllib
+
+H200 = devices()["h200"]
+
+
+def write_rows(file: Path, rows: list[dict[str, object]]) -> Path:
+    file.write_text(json.dumps({"machine": "a test", "rows": rows}))
+    return file
+
+
+def test_a_fit_predicts_the_runs_that_it_is_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    truth = replace(RunRates(), host_s=2e-3, block_traffic=1.2, eager_traffic=2.0)
+    rows = []
+    for overrides in step_time.GPU_RUNS:
+        run = load_run(None, overrides, builtin="cuda", world=1)
+        rate = predict(run, 1, H200, truth).tokens_per_s
+        rows.append({"device": "h200", "overrides": overrides, "tokens_per_s": rate})
+    file = write_rows(tmp_path / "h200.json", [*rows, {"device": "h200", "overrides": []}])
+    assert main(["bench", "step-time", "--fit", str(file)]) == 0
+    found = tomllib.loads(capsys.readouterr().out)
+    assert len(rows) >= 12
+    assert found["band"][0]["runs"] == len(rows)
+    assert found["band"][0]["p90"] < 0.01
+    fitted = rates_from(found["gpu"])
+    for row in rows:  # the constants themselves these runs do not determine
+        run = load_run(None, row["overrides"], builtin="cuda", world=1)
+        assert predict(run, 1, H200, fitted).tokens_per_s == pytest.approx(
+            row["tokens_per_s"], rel=0.02
+        )
+
+
+def test_the_present_constants_are_a_fit_to_the_present_runs() -> None:
+    rates, errors = step_time.fit_rates(measured_rows(), H200)
+    assert errors["median"] < 0.04
+    assert rates.dilated == pytest.approx(0.445, rel=0.02)
+
+
+def test_too_few_runs_and_other_files_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = write_rows(tmp_path / "few.json", [])
+    assert main(["bench", "step-time", "--fit", str(few)]) == 2
+    assert "0 runs are too few" in capsys.readouterr().err
+    other = tmp_path / "other.json"
+    other.write_text("{}")
+    assert main(["bench", "step-time", "--fit", str(other)]) == 2
+    assert "is not a result of longspan bench step-time" in capsys.readouterr().err
+
+
+def test_it_measures_on_a_cpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = ["model.hidden=32", "model.heads=2", "data.context=64", "data.recall_pairs=4"]
+    monkeypatch.setattr(step_time, "CPU_RUNS", [tiny])
+    file = tmp_path / "cpu.json"
+    step_time.bench_step_time("cpu", 1, file)
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["overrides"] == tiny
+    assert row["tokens_per_s"] == pytest.approx(64 / row["step_s"][0])
