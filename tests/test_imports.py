@@ -39,7 +39,7 @@ MAY_IMPORT = {
     "parallel": MODEL | {"device"},
     "engines": MODEL | {"parallel", "data", "checkpoint", "device"},
     "export": MODEL | RUN | {"hf_config", "hf_rope"},
-    "training": MODEL | RUN | {"parallel", "engines", "export", "hf_config"},
+    "training": MODEL | RUN | {"parallel", "engines", "export", "hf_config", "planning"},
     "planning": MODEL | {"data", "derived", "device", "engines", "parallel", "rules"},
     "hf": {"attention", "hf_config"},
     "launching": set(),

@@ -14,10 +14,10 @@ import torch
 from longspan import faults
 from longspan.config import Run
 from longspan.errors import OutOfMemory
+from longspan.planning.ladder import halved, needed_by
 from longspan.runfile import load_run
 from longspan.training import train
 from longspan.training.out_of_memory import (
-    halved,
     is_out_of_memory,
     requested_bytes,
     suggestions,
@@ -87,13 +87,13 @@ def test_only_settings_that_are_not_in_use_are_suggested() -> None:
         return {s.setting: s.frees for s in suggestions(used, run, 1)}
 
     found = suggested(run_of(1, *BATCH))
-    assert found["train.micro_batch=2"] == 500
-    assert found["train.optimizer=adamw8bit"] == 60
+    now = needed_by(run_of(1, *BATCH), 1)
+    for setting in list(found)[:5]:  # the numbers of the plan
+        assert found[setting] == now - needed_by(run_of(1, *BATCH, setting), 1)
     assert (
         0
         < found["train.activation_checkpointing=selective"]
         < found["train.activation_checkpointing=full"]
-        < 1000
     )
     saving = [
         "train.micro_batch=1",
@@ -101,9 +101,10 @@ def test_only_settings_that_are_not_in_use_are_suggested() -> None:
         "train.optimizer=adamw8bit",
     ]
     left = suggested(run_of(1, *BATCH, *saving, "train.offload_activations=true"))
-    assert list(left) == ["twice the ranks of layout.shard"]
+    axes = ("shard", "sequence", "tensor")
+    assert list(left) == [f"twice the ranks of layout.{axis}" for axis in axes]
     sharded = suggestions(used, run_of(2, *BATCH), 2)
-    assert sharded[-1].setting == "layout.offload=true"
+    assert "layout.offload=true" in {x.setting for x in sharded}
     deepspeed = {s.setting for s in suggestions(used, run_of(1, "engine.name=deepspeed"), 1)}
     assert not deepspeed & {"train.optimizer=adamw8bit", "layout.offload=true"}
     assert "train.activation_checkpointing=selective" not in deepspeed

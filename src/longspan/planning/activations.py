@@ -183,7 +183,8 @@ class Activations:
         if isinstance(blocks, BlockSparse) and not isinstance(pattern, Dilated):
             pairs = pattern.pairs(tokens, math.ceil(self.heads), is_causal=True)
             return min(SCRATCH_BYTES, train.micro_batch * self.width * pairs)
-        assert isinstance(pattern, Dilated)
+        if not isinstance(pattern, Dilated):
+            return 0
         branches = sorted(pattern.branches)
         if len(branches) == 1:
             return 0

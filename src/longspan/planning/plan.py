@@ -17,7 +17,9 @@ from longspan.errors import UserError
 from longspan.hardware import Device
 from longspan.models import flops_per_sample
 from longspan.planning.forecast import Forecast, forecast
+from longspan.planning.ladder import Ladder, ladder
 from longspan.planning.memory import PARTS, DeviceMemory, memory_per_rank
+from longspan.planning.search import usable_memory
 from longspan.wording import counted
 
 GIB = 2**30
@@ -57,6 +59,8 @@ class Plan:
     alternatives: list[Alternative]
     forecast: Forecast | None = None
     """Time and cost, if the device is known."""
+    ladder: Ladder | None = None
+    """What to change, if the run does not fit the device."""
 
     def as_dict(self) -> dict[str, Any]:
         stages = [
@@ -67,7 +71,10 @@ class Plan:
 
     def __str__(self) -> str:
         forecast = [] if self.forecast is None else [str(self.forecast)]
-        return "\n\n".join([self._summary(), *forecast, self._memory(), self._alternatives()])
+        return "\n\n".join([self._summary(), *forecast, *self._fit(), self._alternatives()])
+
+    def _fit(self) -> list[str]:
+        return [self._memory()] if self.ladder is None else [self._memory(), str(self.ladder)]
 
     def _summary(self) -> str:
         total = self.matmul_flops + self.attention_flops
@@ -153,6 +160,7 @@ def plan(run: Run, gpus: int, device: Device | None = None, tokens: int | None =
         checkpoint_bytes=checkpoint_bytes(run.model),
         alternatives=_alternatives(run, gpus),
         forecast=None if device is None else forecast(run, gpus, device, tokens),
+        ladder=None if device is None else ladder(run, gpus, device, int(usable_memory(device))),
     )
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from longspan.config import Run, Train
 from longspan.device import peak_memory
 from longspan.files import atomic_write_text
-from longspan.models import activation_elements
 from longspan.parallel.dtensor import to_local
+from longspan.planning.ladder import halved, needed_by, rungs
 from longspan.training.state import TrainState
 
 HINT = "micro_batch"
@@ -92,42 +92,34 @@ def _parameters(state: TrainState) -> set[Tensor]:
 
 
 def suggestions(used: dict[str, int], run: Run, world: int) -> list[Suggestion]:
-    """What the run file could still change, cheapest first."""
-    train, layout = run.train, run.layout
-    is_native = run.engine.name == "native"
-    is_sharded = layout.resolve(world)["shard"] > 1
+    """What the run file could still change, cheapest first, and what it frees.
+
+    For the decoder and the native engine the plan says what a rank needs with each change. Of other
+    models and engines only what is proportional to `used`, the measured memory, is known.
+    """
+    is_planned = run.engine.name == "native" and not run.model.factory
+    now = needed_by(run, world) if is_planned else 0
+    found = []
+    for rung in rungs(run, world):
+        needed = rung.needed()
+        frees = _measured_share(rung.setting, used, run) if needed is None else now - needed
+        found.append(Suggestion(rung.setting, frees, rung.cost))
+    return found
+
+
+def _measured_share(setting: str, used: dict[str, int], run: Run) -> float | None:
+    """The bytes that a change frees, if they are proportional to what has been measured."""
     rest = used["activations and workspace"]
     states = sum(used.values()) - rest
-    checkpointing = "train.activation_checkpointing"
-
-    def freed_by(mode: str) -> float | None:
-        if run.model.factory:  # only the decoder's activations are known
-            return None
-        now = activation_elements(run.model, train.activation_checkpointing)
-        return rest * (1 - activation_elements(run.model, mode) / now)
-
-    found = []
-    if train.micro_batch > 1:
-        smaller = halved(train.micro_batch)
-        frees = rest * (1 - smaller / train.micro_batch)
-        found.append(Suggestion(f"train.micro_batch={smaller}", frees, "smaller matrix products"))
-    is_zero3 = run.engine.name != "native" and layout.zero == 3  # where "selective" is refused
-    if train.activation_checkpointing == "none" and not is_zero3:
-        cost = "a few percent of the time"
-        found.append(Suggestion(f"{checkpointing}=selective", freed_by("selective"), cost))
-    if train.optimizer == "adamw" and is_native:
-        frees = used["optimizer state"] * 0.75
-        found.append(Suggestion("train.optimizer=adamw8bit", frees, "8-bit moments"))
-    if train.activation_checkpointing != "full":
-        cost = "a second forward pass, about a third"
-        found.append(Suggestion(f"{checkpointing}=full", freed_by("full"), cost))
-    if not train.offload_activations:
-        cost = "copies to the CPU and back"
-        found.append(Suggestion("train.offload_activations=true", rest * 0.8, cost))
-    found.append(Suggestion("twice the ranks of layout.shard", states / 2, "twice the devices"))
-    if not layout.offload and is_native and is_sharded:
-        found.append(Suggestion("layout.offload=true", states, "the optimizer runs on the CPU"))
-    return found
+    if setting.startswith("train.micro_batch="):
+        return rest * (1 - halved(run.train.micro_batch) / run.train.micro_batch)
+    known = {
+        "train.optimizer=adamw8bit": used["optimizer state"] * 0.75,
+        "train.offload_activations=true": rest * 0.8,
+        "twice the ranks of layout.shard": states / 2,
+        "layout.offload=true": states,
+    }
+    return known.get(setting)
 
 
 def requested_bytes(error: BaseException) -> float | None:
@@ -136,11 +128,6 @@ def requested_bytes(error: BaseException) -> float | None:
     if found is None or found[2] not in (*UNITS, "bytes"):
         return None
     return float(found[1].rstrip(".")) * UNITS.get(found[2], 1)
-
-
-def halved(micro_batch: int) -> int:
-    """The largest divisor that is at most half, so that it divides the global batch."""
-    return next(n for n in range(micro_batch // 2, 0, -1) if micro_batch % n == 0)
 
 
 def halve_micro_batch(train: Train, run_dir: Path) -> bool:
