@@ -168,6 +168,8 @@ def test_presets_have_the_parameters_of_the_published_models(preset: str) -> Non
     transformers = pytest.importorskip("transformers")
     run = load_run(None, [f"model.preset={preset}", "attention.kind=dense", "data.context=8192"])
     assert count_parameters(run.model) == PUBLISHED[preset]
+    on_gpu = load_run(None, [f"model.preset={preset}"], builtin="cuda")  # has a vocabulary
+    assert count_parameters(on_gpu.model) == PUBLISHED[preset]
     ours = {hf_name(n): shape for n, shape in parameter_shapes(new_decoder(run)).items()}
     config = transformers.AutoConfig.for_model(**hf_config(run, {}))
     with torch.device("meta"):

@@ -261,8 +261,10 @@ def _drop_builtin_model(tables: dict[str, Any], given: Collection[str]) -> None:
             if isinstance(table := tables.get(section), dict):
                 for key in [key for key in table if not _is_given(f"{section}.{key}", given)]:
                     del table[key]
-    elif is_folder(data.get("source")) and "model.vocab" not in given:
-        model.pop("vocab", None)
+    elif "model.vocab" not in given:
+        has_own = "family" in presets.MODELS.get(str(model.get("preset")), {})
+        if has_own or is_folder(data.get("source")):
+            model.pop("vocab", None)
 
 
 def _is_given(path: str, given: Collection[str]) -> bool:

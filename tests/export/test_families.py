@@ -110,6 +110,7 @@ LAYOUTS = {
     [
         *[(family, layout) for family in ("qwen2", "qwen3") for layout in LAYOUTS],
         ("llama-biases", "tensor"),
+        ("llama-biases", "megatron"),
         ("mistral-window", "sequence"),
         ("gemma", "megatron"),
         ("gemma", "pipeline"),

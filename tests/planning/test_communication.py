@@ -90,6 +90,8 @@ def assert_planned(rank: int, world: int, options: list[str], found: dict[Group,
         assert total.bytes == pytest.approx(found[key].bytes, rel=0.01), key
 
 
+QWEN3 = ["model.family=qwen3", "model.head_dim=24"]
+BIASES = ["model.attention_bias=true", "model.mlp_bias=true"]
 FAKE = [
     (2, ["layout.zero=1", BF16]),
     (2, ["layout.zero=2", "layout.gradient_compression=bf16"]),
@@ -102,6 +104,11 @@ FAKE = [
     (4, ["layout.tensor=2", "layout.shard=2", MEGATRON, BF16]),
     (4, ["layout.tensor=2", "layout.shard=2", MEGATRON, "layout.zero=1", BF16]),
     (4, ["layout.tensor=2", "layout.replicate=2", "layout.shard=1", "model.sub_layer_norm=true"]),
+    (2, ["layout.tensor=2", *QWEN3, BF16, FULL]),
+    (4, ["layout.tensor=2", "layout.shard=2", *QWEN3, BF16]),
+    (2, ["layout.tensor=2", "model.family=qwen2", MEGATRON]),
+    (2, ["layout.tensor=2", *BIASES]),
+    (2, ["layout.tensor=2", *BIASES, MEGATRON]),
     (2, ["layout.tensor=2", "model.linear=sketched", "model.sketch.rank=3", BF16, FULL]),
     (
         4,

@@ -77,6 +77,9 @@ def _block(step: Step, block: int, whole: int, repeats: int) -> Counter[tuple[st
         found["all_reduce", per_token, "sums of squares in norms"] += 2 * (2 + repeats)
     if model.sub_layer_norm:
         found["all_reduce", per_token, "sums of squares in sub-layer norms"] += 2 * (2 + repeats)
+    if model.qk_norm:  # replicated, and each rank has the gradient of its heads
+        width = step.width if step.ranks.is_fsdp else FLOAT32
+        found["all_reduce", width * model.head_dim, "gradients of q/k norms"] += 2
     ranks = {
         name: rank_of(model, f"blocks.{block}.{name}", *size)
         for name, size in linear_sizes(model).items()
