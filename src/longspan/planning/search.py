@@ -40,6 +40,8 @@ MICRO_BATCH, CHECKPOINTING = TRAIN_KEYS = ("micro_batch", "activation_checkpoint
 """What is searched besides the layout."""
 MODES = ("none", "selective", "full")
 """Activation checkpointing, the fastest first."""
+REFUSED = 50
+"""Candidates that do not fit, of which is told how fast they would be."""
 MAX_MICRO_BATCHES = 8
 """Sizes of micro-batches that are tried."""
 
@@ -89,7 +91,9 @@ class Search:
     ranked: list[Candidate] = field(default_factory=list)
     """Those that fit, the fastest of each layout, the fastest first."""
     too_large: list[Candidate] = field(default_factory=list)
-    """Those that would be faster than the last of `ranked`, but do not fit."""
+    """Some that would be a little faster, but do not fit."""
+    smallest: list[Candidate] = field(default_factory=list)
+    """Where nothing fits: what needs least memory, without offload and with it."""
 
     @property
     def best(self) -> Candidate:
@@ -99,10 +103,9 @@ class Search:
         """Why the first and not the others, in words."""
         if not self.ranked:
             return [self._nothing_fits()]
-        best, lines = self.best, []
-        faster = [x for x in self.too_large if x.time.step_s < best.time.step_s]
-        if faster:
-            other = faster[0]
+        best, lines = self.best, list[str]()
+        if self.too_large:
+            other = min(self.too_large, key=lambda x: x.needed)
             lines.append(
                 f"faster, but too large: {other.beside(best)}: "
                 f"{best.time.step_s / other.time.step_s - 1:.0%} more tokens/s, needs "
@@ -116,9 +119,9 @@ class Search:
         return lines
 
     def _nothing_fits(self) -> str:
-        if not self.too_large:
+        if not self.smallest:
             return f"no layout of {counted(self.gpus, 'device')} fits the rules of this run"
-        least = min(self.too_large, key=lambda x: x.needed)
+        least = min(self.smallest, key=lambda x: x.needed)
         return (
             f"nothing fits in {self.device.memory / GIB:,.0f} GiB on "
             f"{counted(self.gpus, 'device')}: the least is {least.needed / GIB:,.1f} GiB, with "
@@ -131,7 +134,8 @@ class Search:
             "device": self.device.name,
             "tried": self.tried,
             "ranked": [x.as_dict() for x in self.ranked],
-            "too_large": [x.as_dict() for x in self.too_large[:SHOWN]],
+            "too_large": [x.as_dict() for x in self.too_large],
+            "smallest": [x.as_dict() for x in self.smallest],
             "why": self.why(),
         }
 
@@ -155,10 +159,10 @@ def usable_memory(device: Device) -> float:
     return device.memory - (0 if device.name == "cpu" else ALLOWANCE)
 
 
-def candidate_of(run: Run, gpus: int, device: Device) -> Candidate:
+def candidate_of(run: Run, gpus: int, device: Device, rates: RunRates | None = None) -> Candidate:
     """The time and memory of a run as it is."""
     run = with_precision(run, device)
-    return Candidate(run, predict(run, gpus, device), _needed(run, gpus))
+    return Candidate(run, predict(run, gpus, device, rates), _needed(run, gpus))
 
 
 def _needed(run: Run, gpus: int) -> int:
@@ -195,39 +199,57 @@ def _search(
 ) -> None:
     """Take candidates from the fastest to the slowest until `shown` layouts fit.
 
-    What follows a candidate that does not fit saves memory and takes at least as long.
+    What follows a candidate that does not fit saves memory and takes at least as long. If the last
+    of those that follow does not fit, none does.
     """
     count, queue = itertools.count(), list[tuple[float, int, bool, Run, RunTime]]()
+    hopeless, refused = list[tuple[Run, RunTime]](), list[tuple[Run, RunTime]]()
+    smallest = list[tuple[int, Run]]()
 
-    def put(candidate: Run) -> None:
-        computed = compute_time(candidate, gpus, found.device, rates)
-        heapq.heappush(queue, (computed.step_s, next(count), gpus == 1, candidate, computed))
+    def put(candidate: Run, time: RunTime | None = None) -> None:
+        known = time or compute_time(candidate, gpus, found.device, rates)
+        heapq.heappush(queue, (known.step_s, next(count), time is not None, candidate, known))
 
-    for candidate in first_candidates(run, gpus, fixed=fixed, offload=offload):
+    first = list(first_candidates(run, gpus, fixed=fixed, offload=offload))
+    for candidate in first:
         put(candidate)
+    untried = set(map(id, first))
     layouts, seen = set[tuple[int, ...]](), set[tuple[Any, ...]]()
     while queue and len(found.ranked) < shown:
         _, _, is_whole, candidate, time = heapq.heappop(queue)
         ranks = tuple(candidate.layout.resolve(gpus).values())
         if ranks in layouts:  # a faster way with it fits
             continue
-        if not is_whole:
-            whole = with_communication(time, candidate, rates)
-            heapq.heappush(queue, (whole.step_s, next(count), True, candidate, whole))
+        if is_whole:
+            layouts.add(ranks)
+            found.ranked.append(Candidate(candidate, time, _needed(candidate, gpus)))
             continue
         found.tried += 1
-        entry = Candidate(candidate, time, _needed(candidate, gpus))
-        if entry.fits:
-            layouts.add(ranks)
-            found.ranked.append(entry)
+        if id(candidate) in untried:
+            last = _last(candidate, gpus, fixed)
+            if (least := _needed(last, gpus)) > usable_memory(found.device):
+                smallest.append((least, last))
+                hopeless.append((candidate, time))
+                continue
+        if _needed(candidate, gpus) <= usable_memory(found.device):
+            put(candidate, with_communication(time, candidate, rates) if gpus > 1 else time)
             continue
-        found.too_large.append(entry)
+        refused.append((candidate, time))
         for smaller in _smaller(candidate, gpus, fixed):
             train = smaller.train
             key = (ranks, smaller.layout.zero, train.micro_batch, train.activation_checkpointing)
             if key not in seen:
                 seen.add(key)
                 put(smaller)
+    if found.ranked:
+        limit = found.best.time.step_s
+        # The last ones are closest to what fits.
+        faster = [x for x, time in [*hopeless, *refused] if time.step_s < limit]
+        tried = (candidate_of(x, gpus, found.device, rates) for x in reversed(faster[-REFUSED:]))
+        found.too_large = [x for x in tried if x.time.step_s < limit][:SHOWN]
+    elif smallest:
+        _, least_run = min(smallest, key=lambda x: x[0])
+        found.smallest.append(candidate_of(least_run, gpus, found.device, rates))
 
 
 def first_candidates(
@@ -263,6 +285,13 @@ def _smaller(candidate: Run, gpus: int, fixed: Collection[str]) -> Iterator[Run]
         following = MODES[MODES.index(mode) + 1]
         train = train.model_copy(update={CHECKPOINTING: following})
         yield from _allowed(candidate.model_copy(update={"train": train}), gpus, fixed)
+
+
+def _last(candidate: Run, gpus: int, fixed: Collection[str]) -> Run:
+    """The last of the candidates that follow: what saves most memory."""
+    while following := list(_smaller(candidate, gpus, fixed)):
+        candidate = following[-1]
+    return candidate
 
 
 def _allowed(candidate: Run, gpus: int, fixed: Collection[str]) -> Iterator[Run]:
