@@ -59,7 +59,17 @@ def hostile_results(folder: Path) -> list[Path]:
     text = " ".join(BREAKOUTS)
     rows = [{text: text, "tokens": n, "both_ms": 1.0} for n in (1, 2)]
     contents = {
-        "plan": {"gpus": text, "stages": [{text: 1}], "parameters": text, "derived": {text: text}},
+        "plan": {
+            "gpus": text,
+            "stages": [{text: 1, "peak": {text: 1}, "fragmentation": text}],
+            "parameters": text,
+            "derived": {text: text},
+            "device_bytes": 2,
+            "device_title": text,
+            "forecast": {"parts_s": {text: 1.0}, "device": text, "tokens": text, "usd": text},
+            "scaling": [{"gpus": n, "tokens_per_s": n, text: text} for n in (1, 2)],
+            "search": {"ranked": [{"layout": {"shard": text}, "train": text}], "why": [text]},
+        },
         "drill": {"outcomes": [{"fault": text}], "passed": text, "same_bytes": text},
         "bench": {"machine": text, "setting": {text: text}, text: rows},
     }

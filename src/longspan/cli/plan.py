@@ -6,7 +6,7 @@ import argparse
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from longspan.cli.parser import Commands
 from longspan.cli.shared import FAILED, add_run_arguments, builtin_name, split_items
@@ -16,6 +16,7 @@ from longspan.progress import loading, waiting
 
 if TYPE_CHECKING:
     from longspan.config import Run
+    from longspan.planning import Plan
 
 MAX_GPUS = 1 << 20
 
@@ -54,6 +55,12 @@ def add(commands: Commands) -> None:
         help="compare shards and collectives with those of the training code, for the first, "
         "middle and last ranks, in a process group without other processes",
     )
+    parser.add_argument(
+        "--html",
+        type=Path,
+        metavar="FILE",
+        help="write a page with the memory of each device, time, scaling and ranked layouts",
+    )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--search",
@@ -78,6 +85,8 @@ def plan(args: argparse.Namespace) -> None:
     for option, value, most in (("gpus", args.gpus, MAX_GPUS), ("tokens", args.tokens, 1e18)):
         if value is not None and not 1 <= value <= most:
             raise UserError(f"--{option} must be from 1 to {most:,.0f}, got {value:,}")
+    if args.html and args.html.suffix not in (".html", ".htm"):
+        raise UserError(f"--html must name a file that ends in .html, got {args.html}")
     file, overrides = split_items(args.items)
     device = device_of(args.gpu) if args.gpu else None
     for_gpus = args.gpus is not None or device is not None
@@ -97,9 +106,10 @@ def plan(args: argparse.Namespace) -> None:
             "to compare layouts, plan must know the GPU: give --gpu, such as --gpu h100"
         )
     if _searches(args):
-        if args.check:
+        if args.check or args.html:
+            option = "--check" if args.check else "--html"
             raise UserError(
-                "--check is of one layout: give it without --search, --largest and --fewest-gpus"
+                f"{option} is of one layout: give it without --search, --largest and --fewest-gpus"
             )
         _search(args, file, overrides, builtin, gpus, device)
         return
@@ -127,8 +137,50 @@ def plan(args: argparse.Namespace) -> None:
         print(json.dumps({**found.as_dict(), **checked}))
     else:
         print(found if check is None else f"{found}\n\n{check}")
+    if args.html:
+        with waiting("comparing layouts"):
+            content = page_content(run, gpus, found, device)
+        _write_page(args.html, content)
+        if not args.json:
+            print(f"\nwritten to {args.html}")
     if check is not None and check.differences:
         raise SystemExit(FAILED)
+
+
+def page_content(run: Run, gpus: int, found: Plan, device: Device | None) -> dict[str, Any]:
+    """What the page of a plan shows: the plan and, if the device is known, scaling and layouts."""
+    from longspan.planning.search import search
+
+    content: dict[str, Any] = json.loads(json.dumps(found.as_dict()))
+    if device is None:
+        return content
+    scaling = []
+    for count in _counts(gpus):
+        ranked = search(run, count, device).ranked
+        scaling += [{"gpus": count, "tokens_per_s": x.time.tokens_per_s} for x in ranked[:1]]
+    return {
+        **content,
+        "device_bytes": device.memory,
+        "device_title": device.title,
+        "scaling": scaling,
+        "search": search(run, gpus, device).as_dict(),
+    }
+
+
+def _counts(gpus: int) -> list[int]:
+    """Numbers of GPUs around `gpus` by factors of two, from an eighth to eight times as many."""
+    return [max(1, gpus * 2**i // 8) for i in range(7) if gpus * 2**i >= 8]
+
+
+def _write_page(file: Path, content: dict[str, Any]) -> None:
+    from longspan.files import atomic_write_text
+    from longspan.reporting import render
+    from longspan.reporting.data import ResultData
+
+    try:
+        atomic_write_text(file, render([ResultData(file, "plan", content)]))
+    except OSError as error:
+        raise UserError(f"cannot write {file}: {error.strerror}") from error
 
 
 def _searches(args: argparse.Namespace) -> bool:

@@ -233,8 +233,8 @@ def _plain(name: str) -> str:
 
 
 def _planned(plan: ResultData) -> dict[str, Any]:
-    """A level across the chart: what a plan says that the fullest device needs."""
-    sizes = [as_float(stage.get("on_device")) for stage in rows_of(plan.content["stages"])]
+    """A level across the chart: what a plan says that the fullest device allocates."""
+    sizes = [as_float(stage.get("allocated")) for stage in rows_of(plan.content["stages"])]
     most = max(filter(math.isfinite, sizes), default=math.nan)
     label = f"planned ({plan.name})"
     return {"run": None, "label": label, "style": "level", "y": numbers([most / GIB])}

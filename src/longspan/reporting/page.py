@@ -16,6 +16,7 @@ from longspan.errors import UserError
 from longspan.reporting.charts import MAX_POINTS, draw
 from longspan.reporting.data import Input, ResultData, RunData
 from longspan.reporting.html import Html, join, script_json, tag
+from longspan.reporting.planned import scaling_chart
 from longspan.reporting.results import bench_charts
 from longspan.reporting.sections import sections
 
@@ -40,6 +41,8 @@ def page_data(inputs: Sequence[Input]) -> dict[str, Any]:
     for number, result in enumerate(results):
         if result.kind == "bench":
             bench_charts(drawing, result.content, f"result-{number}")
+        elif result.kind == "plan":
+            scaling_chart(drawing, result.content, f"result-{number}")
     axes = dict.fromkeys(axis for run in runs for axis in run.metrics.axes())
     lines = max((run.metrics.lines for run in runs), default=0)
     return {

@@ -147,6 +147,20 @@ def key(class_: str, text: str) -> Html:
     return tag("span", tag("i", class_=class_), text, class_="key")
 
 
+def tiles_of(figures: Mapping[str, tuple[str, str]]) -> Html:
+    tiles = [
+        tag(
+            "div",
+            tag("div", name, class_="name"),
+            tag("div", value, class_="value"),
+            tag("div", detail, class_="detail") if detail else None,
+            class_="tile",
+        )
+        for name, (value, detail) in figures.items()
+    ]
+    return tag("div", tiles, class_="tiles")
+
+
 def duration(seconds: float) -> str:
     """Seconds as text: 4.2 s, 3 min 20 s, 5 h 12 min, 3 d 4 h."""
     if not math.isfinite(seconds):

@@ -8,7 +8,8 @@ from typing import Any
 from longspan.reporting.charts import Drawing, numbers
 from longspan.reporting.data import rows_of, tables_of
 from longspan.reporting.html import Child, Html, join, table, tag
-from longspan.reporting.text import GIB, MAX_ROWS, NONE, capital, note, number, plain, texts
+from longspan.reporting.planned import plan
+from longspan.reporting.text import MAX_ROWS, NONE, capital, note, number, plain, texts
 from longspan.wording import counted
 
 SIZES = ("tokens", "length", "size", "bytes", "in_features", "ranks", "gib")
@@ -71,55 +72,6 @@ def bench_charts(drawing: Drawing, content: Mapping[str, Any], section: str) -> 
 def _value(value: Any) -> float | None:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < 1e300 else None
-
-
-def _with_peak(stage: Mapping[str, Any]) -> dict[str, Any]:
-    """A pipeline rank's memory in one table: what is there at the peak of a step, and the rest."""
-    peak = stage.get("peak")
-    rest = {name: size for name, size in stage.items() if name not in STATES}
-    return {**peak, **rest} if isinstance(peak, dict) else dict(stage)
-
-
-def plan(content: Mapping[str, Any]) -> Html:
-    derived = content["derived"] if isinstance(content["derived"], dict) else {}
-    facts: dict[str, Any] = {
-        "processes": content["gpus"],
-        "precision": content.get("precision"),
-        "parameters": content["parameters"],
-        **derived,
-    }
-    stages = [_with_peak(stage) for stage in rows_of(content["stages"])]
-    names = list(dict.fromkeys(name for stage in stages for name in stage))
-    memory = [
-        [
-            capital(name.replace("_", " ").replace("on device", "device must have")),
-            *(f"{number(stage.get(name)) / GIB:,.3f}" for stage in stages),
-        ]
-        for name in names
-        if any(number(stage.get(name)) for stage in stages)
-    ]
-    heads = ["GiB per device"]
-    heads += [f"pipeline rank {i}" for i in range(len(stages))] if len(stages) > 1 else [""]
-    others = [
-        [
-            plain(row.get("linear")),
-            plain(row.get("fraction")),
-            plain(row.get("parameters")),
-            f"{number(row.get('flops_per_token')) / 1e9:,.3f}",
-            f"{number(row.get('device_bytes')) / GIB:,.3f}",
-        ]
-        for row in rows_of(content.get("alternatives"))
-    ]
-    columns = ["linear layers", "ratio", "parameters", "GFLOPs per token", "GiB per device"]
-    return join(
-        [
-            table(["", ""], [[name, plain(value)] for name, value in facts.items()], "values"),
-            tag("h4", "Memory of model and optimizer"),
-            table(heads, memory, "right"),
-            tag("h4", "With other linear layers") if others else None,
-            table(columns, others, "right") if others else None,
-        ]
-    )
 
 
 def drill(content: Mapping[str, Any]) -> Html:

@@ -15,6 +15,7 @@ from longspan.reporting.pictures import (
     duration,
     layout_picture,
     pattern_picture,
+    tiles_of,
     timeline,
 )
 from longspan.reporting.profile import profile
@@ -78,7 +79,7 @@ def overview(runs: Sequence[RunData]) -> Html | None:
     ]
     notice = tag("ul", problems, class_="problems") if problems else None
     if len(runs) == 1:
-        return join([_state(runs[0]), _tiles(figures[0]), notice])
+        return join([_state(runs[0]), tiles_of(figures[0]), notice])
     names = list(dict.fromkeys(name for found in figures for name in found))
     rows = [
         [
@@ -104,20 +105,6 @@ def _badge(run: RunData) -> Html:
 def _state(run: RunData) -> Html:
     why = tag("span", run.state.why, class_="why") if run.state.why else None
     return tag("p", _badge(run), " ", why, class_="state")
-
-
-def _tiles(figures: Mapping[str, tuple[str, str]]) -> Html:
-    tiles = [
-        tag(
-            "div",
-            tag("div", name, class_="name"),
-            tag("div", value, class_="value"),
-            tag("div", detail, class_="detail") if detail else None,
-            class_="tile",
-        )
-        for name, (value, detail) in figures.items()
-    ]
-    return tag("div", tiles, class_="tiles")
 
 
 def _figures(run: RunData) -> dict[str, tuple[str, str]]:
