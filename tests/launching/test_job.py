@@ -271,7 +271,7 @@ def test_the_conveniences_of_the_guides(run_file: Path, capsys: pytest.CaptureFi
     words = ["local", str(run_file), "--gpus", "1", "--hardware", "h100", "--model-size", "13b"]
     code, text, error = launch(capsys, *words)
     assert (code, "model.preset=13b" in text) == (0, True)
-    assert "warning: model and optimizer need" in error
+    assert "warning: a step needs" in error
 
 
 def test_numbers_of_nodes_and_minutes_are_parsed() -> None:
