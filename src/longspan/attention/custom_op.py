@@ -33,6 +33,7 @@ Ids = tuple[Tensor | None, Tensor | None]
 
 def flatten(pattern: Pattern) -> FlatPattern:
     """Segment lengths, dilation rates, fields of block sparsity and first head of a pattern."""
+    assert isinstance(pattern, Dense | Dilated | BlockSparse), pattern
     blocks = pattern.blocks if isinstance(pattern, Dilated) else pattern
     fields: list[float] = []
     if isinstance(blocks, BlockSparse):
