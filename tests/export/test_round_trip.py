@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from longspan.cli import main
 from longspan.data.build import build
 from longspan.errors import UserError
-from longspan.export.huggingface import INDEX, export, weight_reader
+from longspan.export.huggingface import export, weight_reader
 from longspan.models.decoder import Decoder
 from longspan.sketch_run import convert, open_trained
 from longspan.trained import load_trained
@@ -208,9 +209,28 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(
     assert not (tmp_path / "run" / "run.toml").exists()
 
 
-def test_a_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
-    save_family("qwen2", tmp_path, shard_size="10KB")
-    name = sorted(set(json.loads((tmp_path / INDEX).read_text())["weight_map"].values()))[1]
-    (tmp_path / name).unlink()
-    with pytest.raises(UserError, match=f"cannot initialise from .*{name}"):
-        weight_reader(tmp_path, run_from(tmp_path))
+SHARD = "model-00002-of-"
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "model_type": ({"model_type": "mamba"}, 'model_type = "mamba" is not supported'),
+    "rope type": ({"rope_scaling": {"type": "su"}}, 'with rope_type = "su" is not supported'),
+    "quantised": ({"quantization_config": {"bits": 4}}, "quantization_config = "),
+    "shape": ({"intermediate_size": 64}, "mlp.up_proj.weight: expected shape (64, 32), got (48,"),
+    "missing shard": ({}, SHARD),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_is_refused_ends_with_exit_code_2_and_writes_nothing(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields, message = REFUSED[case]
+    folder, run_dir = tmp_path / "hf", tmp_path / "run"
+    save_family("qwen2", folder, shard_size="10KB")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **fields}))
+    if case == "missing shard":
+        next(folder.glob(f"{SHARD}*")).unlink()
+    options = [f"train.init_from={folder}", "data.context=64", "train.steps=1"]
+    assert main(["train", *options, "--run-dir", str(run_dir)]) == 2
+    assert message in capsys.readouterr().err
+    assert not (run_dir / "run.toml").exists()
