@@ -258,6 +258,15 @@ class RunData:
                 return count
         return 1
 
+    def predicted(self, name: str) -> float | None:
+        """What the planner predicted at the newest start: tokens_per_s or memory_bytes."""
+        for event in reversed(self.events):
+            if event["event"] == "start":
+                found = event.get("predicted")
+                value = as_float(found.get(name)) if isinstance(found, dict) else math.nan
+                return value if math.isfinite(value) and value > 0 else None
+        return None
+
     @cached_property
     def run(self) -> Run | None:
         """The run file, if it is valid for this version."""

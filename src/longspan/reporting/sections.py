@@ -125,11 +125,15 @@ def _figures(run: RunData) -> dict[str, tuple[str, str]]:
         if (rate := _median(metrics.values(f"{unit}_per_s"))) is not None:
             total = metrics.last(unit)
             detail = f"{short(total)} {unit}" if total is not None else ""
+            if unit == "tokens" and (planned := run.predicted("tokens_per_s")) is not None:
+                detail = f"predicted {short(planned)} ({rate / planned - 1:+.0%})"
             found[f"{unit} per second"] = f"{short(rate)}", detail
     if (mfu := _median(metrics.values("mfu"))) is not None:
         found["MFU"] = f"{mfu:.1%}", "median"
     if (memory := _max(metrics.values("memory_bytes"))) is not None:
         where = "on the fullest rank" if "memory_bytes_max" in metrics else "on rank 0"
+        if (planned := run.predicted("memory_bytes")) is not None:
+            where = f"predicted {planned / GIB:.3g} GiB ({memory / planned - 1:+.0%})"
         found["peak memory"] = f"{memory / GIB:.3g} GiB", where
     if run.goodput is not None:
         found["goodput"] = f"{run.goodput.ratio:.0%}", f"of {duration(run.goodput.wall_s)}"

@@ -44,6 +44,7 @@ from longspan.tracking.profiling import Profiler
 from longspan.training.folder import open_run_folder
 from longspan.training.guard import Guard
 from longspan.training.out_of_memory import explain, halve_micro_batch, is_out_of_memory, with_hint
+from longspan.training.predicted import Predicted, predict_for
 from longspan.training.rank_stats import RankStats
 from longspan.training.recovery import Recovery
 from longspan.training.saving import Saver
@@ -203,6 +204,7 @@ def _train(
     reported = state.step - repeats_report
     if recovered:
         meter.load(recovered.meter)
+    predicted = predict_for(run, mesh.world.size, device) if is_main else None
     on_ready()
     with (
         _record_failure(History(run_dir / HISTORY), state, run, device),  # of any rank
@@ -242,7 +244,8 @@ def _train(
                 f"resuming at step {state.step} in {run_dir}" if saved else f"new run {run_dir}"
             )
             summary = task.summary(engine, mesh, is_new=saved is None)
-            reporter.print_table({**summary, **_device_rows(run)})
+            planned = {} if predicted is None else {"predicted": str(predicted)}
+            reporter.print_table({**summary, **_device_rows(run), **planned})
             if evaluation.why_empty:
                 reporter.print(f"no evaluation: {evaluation.why_empty}")
             history.write(
@@ -251,6 +254,7 @@ def _train(
                 lost_steps=max(0, watchdog.steps_before - state.step),
                 cause=exit_reason(history.events()),
                 ranks=mesh.world.size,
+                **({"predicted": asdict(predicted)} if isinstance(predicted, Predicted) else {}),
             )
         ended = state.step >= settings.steps and not repeats_report
         stops = False
@@ -301,6 +305,8 @@ def _train(
         history.write("end", state.step, stop_requested=stops or requests.stop)
         if is_main:
             _report_goodput(run_dir, history, state.step, reporter, metrics)
+            if isinstance(predicted, Predicted):
+                reporter.print(predicted.beside(meter.median_rate, meter.peak_bytes))
         validation_loss = evaluation.loss(requests)
         is_stopped, by_file = all_reduce_any(mesh, requests.stop, requests.by_file)
         if is_stopped:

@@ -157,6 +157,11 @@ class Meter:
         return statistics.median(self._rates) if self._rates else None
 
     @property
+    def peak_bytes(self) -> float | None:
+        """Peak memory of the fullest rank, up to the last line."""
+        return self._line.get("memory_bytes_max") or self._line.get("memory_bytes")
+
+    @property
     def seconds_left(self) -> float:
         tokens = (self._steps - self._step) * self._global_batch * self._context
         return tokens / self._rates[-1]
