@@ -40,6 +40,25 @@ def add(actions: Commands) -> None:
     )
     collectives.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as SVG")
 
+    layouts = actions.add(
+        "layouts",
+        'compare the layout of layout = "auto" with others, tried by hand',
+        "bench layouts --nproc 4 train.global_batch=8",
+        verb=bench_layouts,
+    )
+    layouts.add_argument(
+        "items",
+        nargs="*",
+        metavar="RUN.toml | section.key=value",
+        help="a run file and overrides (default: the built-in run)",
+    )
+    layouts.add_argument(
+        "--nproc", type=int, default=2, metavar="N", help="number of processes to train on"
+    )
+    layouts.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="number of steps to time"
+    )
+
     scaling = actions.add(
         "scaling",
         "compare the step time of 1, 2, … processes",
@@ -144,6 +163,14 @@ def parse_bytes(text: str) -> int:
     if found is None:
         raise UserError(f"--max-bytes must be a size such as 64M or 1G, got {text!r}")
     return int(found[1]) * UNITS[found[2].upper()]
+
+
+def bench_layouts(args: argparse.Namespace) -> None:
+    file, overrides = split_items(args.items)
+    with loading():
+        from longspan.benchmarks.layouts import bench_layouts
+
+    bench_layouts(file, overrides, args.nproc, args.steps, args.json)
 
 
 def bench_scaling(args: argparse.Namespace) -> None:
