@@ -103,7 +103,7 @@ def _device(name: str, row: Any) -> Device:
         link=1e9 * _positive("link_gb_s", row["link_gb_s"]),
         network=1e9 * _positive("net_gb_s", row["net_gb_s"]),
         gpus_per_node=int(_positive("gpus_per_node", row["gpus_per_node"])),
-        watts=_positive("watts", row["watts"]),
+        watts=_positive("watts", row["watts"]) if "watts" in row else 0.0,
         usd_per_h=None if price is None else _positive("usd_per_h", price),
         priced=str(row.get("priced", "")),
     )

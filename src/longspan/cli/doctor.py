@@ -54,10 +54,65 @@ def add(commands: Commands) -> None:
         "--timeout", type=float, default=60.0, metavar="S", help="seconds that one check may take"
     )
     parser.add_argument("--no-step", action="store_true", help="do not train one step")
+    parser.add_argument(
+        "--calibrate",
+        action="store_true",
+        help="measure this machine's device instead, and write it as a table that plan --gpu and "
+        "bench planner --hardware read",
+    )
+    parser.add_argument(
+        "--network",
+        type=Path,
+        metavar="FILE",
+        help="with --calibrate: what bench collectives --json FILE measured between devices "
+        "(default: links are assumed)",
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        type=Path,
+        default=Path("-"),
+        metavar="FILE",
+        help="with --calibrate: the table, a file that ends in .toml, or - for stdout",
+    )
     add_backend(parser)
 
 
+def _calibrate(args: argparse.Namespace) -> None:
+    from longspan.files import atomic_write_text
+    from longspan.planning.network import read_network
+    from longspan.runfile import load_run
+
+    to_stdout = args.out == Path("-")
+    if not to_stdout and args.out.suffix != ".toml":
+        raise UserError(f"-o must name a file that ends in .toml, got {args.out}")
+    network = read_network(args.network) if args.network else None
+    file, overrides = split_items(args.items)
+    run = load_run(file, overrides, builtin="cpu" if file else builtin_name(), world=None)
+    with loading():
+        from longspan.device import choose_device
+        from longspan.doctor import calibration
+
+    device = choose_device(run)
+    with waiting("measuring"):
+        found = calibration.measure(device)
+    text = calibration.device_table(found, calibration.processes_of(device, args.nproc), network)
+    if to_stdout:
+        print(text, end="")
+        return
+    try:
+        atomic_write_text(args.out, text)
+    except OSError as error:
+        raise UserError(f"cannot write {args.out}: {error.strerror}") from error
+    print(f"written to {args.out}: longspan plan --gpu {args.out} reads it")
+
+
 def doctor(args: argparse.Namespace) -> None:
+    if args.calibrate:
+        _calibrate(args)
+        return
+    if args.network or args.out != Path("-"):
+        raise UserError("--network and -o are for --calibrate: add it")
     from longspan.launching.local import join_launcher
     from longspan.parallel.world import world_of_environment
     from longspan.runfile import load_run

@@ -59,7 +59,8 @@ def add(commands: Commands) -> None:
         "--html",
         type=Path,
         metavar="FILE",
-        help="write a page with the memory of each device, time, scaling and ranked layouts",
+        help="write a page with the memory of each device, time, scaling and ranked layouts "
+        "(default: no page)",
     )
     what = parser.add_mutually_exclusive_group()
     what.add_argument(

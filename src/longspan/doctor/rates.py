@@ -11,11 +11,12 @@ REPEATS = 5
 """Measurements of which the best counts: anything else that runs makes one slower, never faster."""
 
 
-def matmul_rate(device: torch.device) -> float:
-    """FLOP/s of a square matrix product: 16-bit on GPUs, float32 on CPUs."""
+def matmul_rate(device: torch.device, dtype: torch.dtype | None = None) -> float:
+    """FLOP/s of a square matrix product: by default 16-bit on GPUs, float32 on CPUs."""
     on_gpu = device.type == "cuda"
-    dtype = torch.float32
-    if on_gpu:
+    if dtype is None and not on_gpu:
+        dtype = torch.float32
+    elif dtype is None:
         has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = torch.bfloat16 if has_bf16 else torch.float16
     n, times = (8192, 10) if on_gpu else (768, 1)

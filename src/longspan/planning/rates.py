@@ -100,7 +100,12 @@ def efficiencies() -> dict[str, Any]:
 
 def rates_of(device: Device) -> RunRates:
     """The rates of GPUs, or those of CPU processes."""
-    return rates_from(efficiencies()["cpu" if device.name == "cpu" else "gpu"])
+    return rates_from_name("cpu" if device.name == "cpu" else "gpu")
+
+
+def rates_from_name(kind: str) -> RunRates:
+    """The rates of a kind of device: "gpu" or "cpu"."""
+    return rates_from(efficiencies()[kind])
 
 
 def rates_from(row: Mapping[str, float]) -> RunRates:
