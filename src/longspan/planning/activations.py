@@ -197,6 +197,13 @@ class Activations:
         """Cosines and sines of a sequence's positions, float32."""
         return FP32 * self._run.model.head_dim * self.tokens // self._run.train.micro_batch
 
+    def kept_by_loss(self) -> int:
+        """What the last norm and the loss keep of a micro-batch for its backward pass."""
+        rows_of_head = self._run.model.vocab // self._degrees.tensor
+        stream = (2 if self.on_cpu else 1) * self.stream
+        per_token = stream + self.width * self.hidden
+        return math.ceil(per_token * self.tokens) + FP32 * rows_of_head * self.hidden
+
     def loss(self) -> dict[str, int]:
         """Buffers of the last norm and of the chunked loss, at the end of the forward pass."""
         e, h, tokens = self.width, self.hidden, self.tokens

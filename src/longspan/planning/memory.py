@@ -188,6 +188,9 @@ def _moments(
     is_sharded = degrees.is_fsdp
     keeps_copies = not is_sharded and blocks[0][0].keeps_copies
     copies = width * counts.autocast if keeps_copies else 0
+    # Autocast holds its copies to the end of the forward pass; a compiled block makes its own.
+    is_cached = not is_sharded and width < FP32_BYTES and not activations.is_compiled
+    cached = width * counts.autocast if is_cached else copies
     recast = 0 if is_sharded or keeps_copies or width == FP32_BYTES else width
     workspace += (recast + (0 if is_sharded else FP32_BYTES)) * counts.largest_block
     if is_sharded:
@@ -200,6 +203,10 @@ def _moments(
         )
     _, has_head = split.has_ends(stage)
     loss = activations.loss() if has_head else {}
+    if has_head and split.stages is not None:
+        # Of micro-batches that have passed the loss and wait for their backward pass.
+        last = split.stages.by_rank[stage].index(split.stages.last)
+        held += (flights[last] - 1) * activations.kept_by_loss()
     before = 1.0 if accumulates else 0.0
     smallest = min(block.total for block, _ in blocks)
 
@@ -217,7 +224,7 @@ def _moments(
 
     moments = {
         "the loss": moment(before, held, transient=at_loss)
-        | {"logits and loss": sum(loss.values())},
+        | {"logits and loss": sum(loss.values()), "16-bit copies of weights": cached},
         "the backward pass of the last block": moment(
             before, held, transient=in_block, workspace=workspace
         ),

@@ -35,7 +35,8 @@ class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def add(self, *tensors: Tensor) -> None:
         """Count tensors that exist already, or came without an operator."""
         for x in tensors:
-            local = getattr(x, "_local_tensor", x)
+            local = getattr(x, "_local_tensor", x)  # of a DTensor
+            local = getattr(local, "elem", local)  # of a collective that has not ended
             storage = local.untyped_storage()
             if storage in self._known:
                 continue
