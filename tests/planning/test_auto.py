@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from longspan.cli import main
 from longspan.config import Layout
 from longspan.errors import UserError
 from longspan.hardware import devices
@@ -86,6 +87,19 @@ def test_an_unknown_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Secret GPU 9000")
     with pytest.raises(UserError, match="Secret GPU 9000"):
         load_run(None, ["layout=auto", "train.device=auto"], world=2)
+
+
+def test_a_job_resolves_it_where_it_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not on the machine that writes the script; with known GPUs it is seen whether it can be."""
+    file = tmp_path / "run.toml"
+    file.write_text('layout = "auto"\n[model]\npreset = "7b"\n')
+    command = ["launch", "slurm", str(file), "--nodes", "1", "--gpus-per-node", "1"]
+    assert main(command) == 0
+    assert "layout.shard" not in capsys.readouterr().out  # the script names the run file
+    assert main([*command, "--hardware", "l4"]) == 2
+    assert "nothing fits in 24 GiB on 1 device" in capsys.readouterr().err
 
 
 def losses(rank: int, world: int, folder: str, layout: list[str]) -> tuple[dict[str, int], Any]:

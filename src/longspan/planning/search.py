@@ -108,7 +108,7 @@ class Search:
             other = min(self.too_large, key=lambda x: x.needed)
             lines.append(
                 f"faster, but too large: {other.beside(best)}: "
-                f"{best.time.step_s / other.time.step_s - 1:.0%} more tokens/s, needs "
+                f"{best.time.step_s / other.time.step_s - 1:.1%} more tokens/s, needs "
                 f"{other.needed / GIB:,.1f} of {self.device.memory / GIB:,.0f} GiB"
             )
         for other in self.ranked[1:3]:
