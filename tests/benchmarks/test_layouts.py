@@ -20,7 +20,7 @@ def test_auto_is_compared_with_up_to_ten_other_layouts(
 
     def fake(name: str, run: Run, processes: int, steps: int) -> dict[str, Any]:
         measured.append(run)
-        rate = 100.0 * len(measured)
+        rate = 100.0 * len(measured) if len(measured) <= 1 + layouts.TRIED else 1.0
         return {"layout": name, "tokens_per_s": rate, "predicted_tokens_per_s": rate}
 
     monkeypatch.setattr(layouts, "_measured", fake)
