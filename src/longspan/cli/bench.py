@@ -161,6 +161,19 @@ def add(commands: Commands) -> None:
         "--gpus", type=int, default=1, metavar="N", help="number of GPUs to plan for"
     )
 
+    planned = actions.add(
+        "step-memory",
+        "compare planned with measured memory over many runs, on one GPU",
+        "bench step-memory --json memory.json",
+        verb=bench_step_memory,
+    )
+    planned.add_argument(
+        "--device",
+        choices=["cuda", "cpu"],
+        default="cuda",
+        help='device to train on; "cpu" tries tiny models (default: cuda)',
+    )
+
     planner = actions.add(
         "planner",
         "compare the planner's model of time and memory with measured runs",
@@ -291,6 +304,13 @@ def bench_engines(args: argparse.Namespace) -> None:
         from longspan.benchmarks.engines import bench_engines
 
     bench_engines(builtin_name(), args.items, args.json)
+
+
+def bench_step_memory(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.step_memory import bench_step_memory
+
+    bench_step_memory(args.device, args.json)
 
 
 def bench_memory(args: argparse.Namespace) -> None:
