@@ -1,6 +1,6 @@
 """`longspan plan`: the parameters, FLOPs and memory of a run, before it runs.
 
-Time and communication are not planned.
+For a known device also time and cost, and what to change where the run does not fit.
 """
 
 from __future__ import annotations
