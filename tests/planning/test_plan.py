@@ -81,6 +81,13 @@ def test_invalid_input_is_refused(
     assert message in capsys.readouterr().err
 
 
+def test_a_plan_says_that_it_does_not_know_the_documents(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["plan", "data.documents=isolate"]) == 0
+    assert "documents      planned as one per sample" in capsys.readouterr().out
+
+
 def test_auto_precision_is_planned_as_that_of_a_gpu() -> None:
     found = {p: plan(load_run(None, [f"train.precision={p}"]), 1) for p in ("auto", "bf16")}
     assert found["auto"] == found["bf16"]

@@ -130,6 +130,13 @@ class Plan:
         return "\n".join(lines)
 
 
+def _documents_note(run: Run) -> dict[str, str]:
+    """What a plan does not know of documents: their lengths."""
+    if run.data.documents == "join":
+        return {}
+    return {"documents": "planned as one per sample; shorter ones take less time for attention"}
+
+
 def plan(run: Run, gpus: int, device: Device | None = None, tokens: int | None = None) -> Plan:
     """The parameters, FLOPs and memory of `run`, which `load_run` has checked for `gpus` processes.
 
@@ -151,7 +158,7 @@ def plan(run: Run, gpus: int, device: Device | None = None, tokens: int | None =
     return Plan(
         gpus=gpus,
         precision=run.train.precision,
-        derived=derived_values(run, ranks),
+        derived={**derived_values(run, ranks), **_documents_note(run)},
         parameters=parameters,
         matmul_flops=matrices / context,
         attention_flops=attention / context,

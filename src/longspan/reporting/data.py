@@ -329,6 +329,9 @@ class ResultData:
 
     @property
     def name(self) -> str:
+        title = self.content.get("device_title")
+        if self.kind == "plan" and isinstance(title, str):
+            return f"{self.content.get('gpus')} × {title}"
         return self.path.name
 
 

@@ -107,6 +107,16 @@
   const is_dashed = (series) =>
     series.style === "points" && page.data.runs.length > 1 && series.run != null;
   const smooths = (chart, series) => chart.is_smoothed && series.style === "line";
+  // Ticks of a logarithmic axis: the values themselves if they are few, else 1, 2, 5, 10, …
+  function log_ticks(values, may_be_values) {
+    const distinct = [...new Set(values)];
+    if (may_be_values && distinct.length <= 12) return distinct;
+    const ticks = [], low = Math.min(...values), high = Math.max(...values);
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++)
+      for (const digit of [1, 2, 5]) ticks.push(digit * 10 ** power);
+    return ticks.filter((tick) => tick >= low * 0.8 && tick <= high * 1.25);
+  }
+
   const is_log_x = (chart) => (chart.axis ? Boolean(chart.is_log) : view.log_x);
   const is_log_y = (chart) => (chart.axis ? Boolean(chart.is_log) : view.log_y);
 
@@ -195,6 +205,15 @@
         if (chart.series.every((s) => s.style === "dots")) yaxis.ticker.min_interval = 1;
         const top = Math.max(...chart.series.flatMap((s) => s.y).filter((y) => y != null).slice(0, 5000));
         if (top >= 10000) yaxis.formatter = new Bokeh.NumeralTickFormatter({ format: "0.[0]a" });
+      }
+      if (chart.axis && chart.is_log) {
+        const shown = chart.series.map((series) => columns(chart, series)).filter(Boolean);
+        for (const [axis, name] of [[xaxis, "x"], [yaxis, "y"]]) {
+          const values = shown.flatMap((data) => Array.from(data[name])).filter((v) => v > 0);
+          axis.ticker = new Bokeh.FixedTicker({ ticks: log_ticks(values, name === "x") });
+          axis.formatter = new Bokeh.NumeralTickFormatter({ format: "0,0.[000]" });
+        }
+        for (const line of plot.ygrids) line.ticker = yaxis.ticker;
       }
       // A curve that stays at one value is drawn in the middle, not in a range of 2 around it.
       const level = Math.abs(last(chart.series[0].y) || 0);
