@@ -59,6 +59,8 @@ assert "torch" not in sys.modules and "pydantic" not in sys.modules
 assert "attend" in dir(longspan)
 longspan.load_run
 assert "torch" not in sys.modules
+longspan.plan
+assert "torch.distributed.tensor" not in sys.modules  # which takes a second
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     names: dict[str, object] = {}

@@ -15,12 +15,13 @@ GROUND |= {"caching", "vocabulary", "checks", "constants", "locking", "loopback"
 GROUND |= {"generation", "stop_signals", "torch_internals", "wording"}
 """Plain modules that anyone may import and that import no room."""
 
-MODEL = {"attention", "nn", "sketching", "models", "config", "costs"}
+MODEL = {"attention", "nn", "sketching", "models", "config", "costs", "flops"}
 RUN = {"config", "derived", "device", "runfile", "data", "checkpoint", "tracking"}
 MAY_IMPORT = {
     "config": set(),
     "builtin": {"config"},
     "costs": {"config"},
+    "flops": {"attention", "config", "costs"},
     "derived": {"attention", "config", "costs"},
     "rules": {"config", "costs"},
     "hf_rope": {"config", "rules"},

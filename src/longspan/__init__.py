@@ -11,16 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # for type checkers and editors, which do not run `__getattr__`
     from longspan.attention import BlockSparse as BlockSparse
-    from longspan.attention import BlockSparseAttention as BlockSparseAttention
     from longspan.attention import Dense as Dense
     from longspan.attention import Dilated as Dilated
-    from longspan.attention import DilatedAttention as DilatedAttention
     from longspan.attention import KVCache as KVCache
-    from longspan.attention import MultiheadBlockSparseAttention as MultiheadBlockSparseAttention
-    from longspan.attention import MultiheadDilatedAttention as MultiheadDilatedAttention
     from longspan.attention import Window as Window
     from longspan.attention import attend as attend
     from longspan.attention import attend_sharded as attend_sharded
+    from longspan.attention.modules import BlockSparseAttention as BlockSparseAttention
+    from longspan.attention.modules import DilatedAttention as DilatedAttention
+    from longspan.attention.modules import (
+        MultiheadBlockSparseAttention as MultiheadBlockSparseAttention,
+    )
+    from longspan.attention.modules import MultiheadDilatedAttention as MultiheadDilatedAttention
     from longspan.config import Run as Run
     from longspan.create import create_model as create_model
     from longspan.errors import UserError as UserError
@@ -46,10 +48,10 @@ PUBLIC = {
     "Dilated": "longspan.attention",
     "BlockSparse": "longspan.attention",
     "Window": "longspan.attention",
-    "DilatedAttention": "longspan.attention",
-    "BlockSparseAttention": "longspan.attention",
-    "MultiheadDilatedAttention": "longspan.attention",
-    "MultiheadBlockSparseAttention": "longspan.attention",
+    "DilatedAttention": "longspan.attention.modules",
+    "BlockSparseAttention": "longspan.attention.modules",
+    "MultiheadDilatedAttention": "longspan.attention.modules",
+    "MultiheadBlockSparseAttention": "longspan.attention.modules",
     "KVCache": "longspan.attention",
     "SKLinear": "longspan.sketching",
     "LowRankLinear": "longspan.sketching",

@@ -17,7 +17,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 from torch.utils.checkpoint import checkpoint
 
-from longspan.attention import BlockSparse, DilatedAttention, MultiheadDilatedAttention
+from longspan.attention import BlockSparse
+from longspan.attention.modules import DilatedAttention, MultiheadDilatedAttention
 from longspan.create import create_model
 from longspan.errors import UserError
 from longspan.parallel.mesh import device_type_of

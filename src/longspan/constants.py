@@ -2,3 +2,6 @@
 
 IGNORE_INDEX = -100
 """The target of a position without loss, as in `torch.nn.functional.cross_entropy`."""
+LOSS_CHUNK = 1 << 26
+"""Logits per chunk of the loss: 256 MiB in float32, enough rows for the matrix products to run at
+full rate."""

@@ -11,15 +11,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from longspan.attention import (
-    BlockSparse,
+from longspan.attention import BlockSparse, Dilated, attend, attend_oracle
+from longspan.attention.modules import (
     BlockSparseAttention,
-    Dilated,
     DilatedAttention,
     MultiheadBlockSparseAttention,
     MultiheadDilatedAttention,
-    attend,
-    attend_oracle,
 )
 from tests.collectives import Collectives
 from tests.harness import Ranks

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from longspan.attention import pattern_of
-from longspan.models import new_decoder, stage_flops
+from longspan.flops import stage_flops
+from longspan.models import new_decoder
 from longspan.parallel.apply import materialize, parallelize
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.pipeline import PipelinedDecoder

@@ -1,4 +1,7 @@
-"""Attention: patterns, the float64 oracle, `attend`, context parallelism and modules."""
+"""Attention: patterns, the float64 oracle, `attend` and context parallelism.
+
+The modules are in `modules`, which imports DTensor: half a second that a plan does not need.
+"""
 
 from longspan.attention.cache import KVCache, attend_newest
 from longspan.attention.context_parallel.sharded import (
@@ -9,12 +12,6 @@ from longspan.attention.context_parallel.sharded import (
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.functional import attend, choose_backend
 from longspan.attention.mask import Mask
-from longspan.attention.modules import (
-    BlockSparseAttention,
-    DilatedAttention,
-    MultiheadBlockSparseAttention,
-    MultiheadDilatedAttention,
-)
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern, pattern_of
 from longspan.attention.picture import picture, picture_svg
@@ -22,15 +19,11 @@ from longspan.attention.window import Window
 
 __all__ = [
     "BlockSparse",
-    "BlockSparseAttention",
     "Dense",
     "Dilated",
-    "DilatedAttention",
     "Heads",
     "KVCache",
     "Mask",
-    "MultiheadBlockSparseAttention",
-    "MultiheadDilatedAttention",
     "Pattern",
     "Shards",
     "Window",

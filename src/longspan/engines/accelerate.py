@@ -30,7 +30,8 @@ from longspan.engines.protocol import MakeOptimizer
 from longspan.engines.spec import ModelSpec
 from longspan.errors import UserError
 from longspan.models import Decoder
-from longspan.parallel.apply import compress_gradients, reduce_dtype
+from longspan.parallel.apply import compress_gradients
+from longspan.parallel.choices import reduce_dtype
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.parameters import named_parameters
 from longspan.parallel.pipeline import ForwardContext

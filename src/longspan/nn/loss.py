@@ -21,16 +21,13 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import linear
 
-from longspan.constants import IGNORE_INDEX
+from longspan.constants import IGNORE_INDEX, LOSS_CHUNK
 from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import keeps_graph
 
-CHUNK_ELEMENTS = 1 << 26
-"""Logits per chunk: 256 MiB in float32, enough rows for the matrix products to run at full rate."""
-
 
 def cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_elements: int = CHUNK_ELEMENTS
+    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_elements: int = LOSS_CHUNK
 ) -> Tensor:
     """Sum over valid tokens of −log softmax(hidden · weightᵀ)[target], a float32 scalar.
 

@@ -42,9 +42,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longspan.config import Layout, Train
 from longspan.device import DTYPES
-from longspan.models import Decoder, stage_flops
+from longspan.flops import stage_flops
+from longspan.models import Decoder
 from longspan.models.decoder import allocate, initialize
 from longspan.parallel.activation_checkpointing import checkpointed
+from longspan.parallel.choices import reduce_dtype
 from longspan.parallel.dtensor import distribute_like
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.parameters import named_parameters
@@ -159,11 +161,6 @@ def wrap_modules(
         if compiles:
             wrapped.compile(fullgraph=fullgraph)
         model.get_submodule(parent).register_module(child, wrapped)
-
-
-def reduce_dtype(layout: Layout) -> torch.dtype:
-    """The dtype in which ranks reduce gradients; shards accumulate them in float32."""
-    return torch.bfloat16 if layout.gradient_compression == "bf16" else torch.float32
 
 
 def apply_fsdp(module: nn.Module, mesh: ParallelMesh, layout: Layout, precision: str) -> None:

@@ -24,9 +24,9 @@ from longspan.attention import KVCache
 from longspan.models import Decoder
 from longspan.models.decoder import SelfAttention, positions_of, scaled_embedding
 from longspan.nn import cross_entropy_sum, logits_of
+from longspan.parallel.choices import residual_split
 from longspan.parallel.dtensor import reduced_grad
 from longspan.parallel.pipeline_schedule import Action, StagePlan, bubble, simple_order
-from longspan.parallel.tensor import residual_split
 
 ForwardContext = Callable[[], AbstractContextManager[object]]
 """Makes the context of a forward pass: its autocast precision and activation offload."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from longspan.config import Layout
-from longspan.models import StageFlops
+from longspan.flops import StageFlops
 
 
 @dataclass(frozen=True)

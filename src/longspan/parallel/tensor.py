@@ -14,7 +14,7 @@ intermediate between its factors (`sketching/layers.py`).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,25 +29,16 @@ from torch.distributed.tensor.parallel import (
 )
 
 from longspan.attention import Dilated
-from longspan.config import Model
 from longspan.models.decoder import Block, Decoder
 from longspan.nn import RMSNorm
+from longspan.parallel.choices import Split, residual_split
 from longspan.sketching import FactoredLinear
 
-Split = Literal["none", "tokens", "features"]
-"""How tensor-parallel ranks split the residual stream (batch, tokens, hidden)."""
 PLACEMENTS: dict[Split, Placement] = {
     "none": Replicate(),
     "tokens": Shard(1),
     "features": Shard(2),
 }
-
-
-def residual_split(model: Model, megatron_sequence_parallel: bool) -> Split:
-    """How the ranks of the tensor axis split the residual stream."""
-    if model.linear != "dense":
-        return "features"
-    return "tokens" if megatron_sequence_parallel else "none"
 
 
 class FeatureParallel(ParallelStyle):

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 from longspan.attention import BlockSparse, Dense, Dilated, Heads, pattern_of
 from longspan.config import Run
+from longspan.constants import LOSS_CHUNK
 from longspan.costs import linear_sizes, rank_of
-from longspan.nn.loss import CHUNK_ELEMENTS
-from longspan.parallel.tensor import residual_split
+from longspan.parallel.choices import residual_split
 from longspan.planning.communication_in_blocks import exchanges
 from longspan.planning.parameters import Degrees
 
@@ -208,7 +208,7 @@ class Activations:
         """Buffers of the last norm and of the chunked loss, at the end of the forward pass."""
         e, h, tokens = self.width, self.hidden, self.tokens
         rows_of_head = self._run.model.vocab // self._degrees.tensor
-        chunk = min(tokens, max(1, CHUNK_ELEMENTS // rows_of_head)) * rows_of_head
+        chunk = min(tokens, max(1, LOSS_CHUNK // rows_of_head)) * rows_of_head
         copies = e * rows_of_head * h if e < FP32 else 0
         if self._degrees.tensor > 1:
             logits = (e + 3 * FP32 if e < FP32 else 3 * FP32) * chunk

@@ -22,8 +22,8 @@ from longspan.attention.context_parallel.kv_exchange import remote_row_counts, r
 from longspan.attention.context_parallel.ring import ring_schedule
 from longspan.attention.context_parallel.sharded import strategy_of
 from longspan.attention.pattern import Dilated
+from longspan.constants import LOSS_CHUNK
 from longspan.costs import linear_sizes, rank_of
-from longspan.nn.loss import CHUNK_ELEMENTS
 from longspan.planning.traffic import FLOAT32, Step, Traffic
 
 COUNTED_ROWS = 10_000
@@ -116,7 +116,7 @@ def _head(step: Step, whole: int, ranks: int) -> Iterator[Traffic]:
         yield Traffic("tensor", "all_reduce", ranks, size, 2 * calls, "sums of squares in norms")
     if step.residual != "none":
         yield Traffic("tensor", "all_gather", ranks, width * whole, calls, "input of the head")
-    rows = min(step.tokens, max(1, CHUNK_ELEMENTS // (step.model.vocab // ranks)))
+    rows = min(step.tokens, max(1, LOSS_CHUNK // (step.model.vocab // ranks)))
     chunks = -(-step.tokens // rows)
     mean = step.tokens * width // chunks
     yield Traffic("tensor", "all_reduce", ranks, mean, chunks * calls, "maximum of the softmax")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from longspan.config import Run
-from longspan.parallel.apply import reduce_dtype
+from longspan.parallel.choices import reduce_dtype
 from longspan.planning.activations import Activations, BlockActivations
 from longspan.planning.parameters import Degrees, ModelSplit, RankParameter
 from longspan.planning.pipeline_memory import in_flight

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from longspan.attention import pattern_of
 from longspan.config import Layout, Model, Run
 from longspan.costs import linear_sizes, rank_of
-from longspan.models import stage_flops
+from longspan.flops import stage_flops
 from longspan.parallel.pipeline_schedule import StagePlan, plan_stages
 
 Shape = tuple[int, ...]

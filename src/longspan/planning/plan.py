@@ -14,8 +14,8 @@ from longspan.config import Run, Sketch
 from longspan.costs import checkpoint_bytes, count_parameters
 from longspan.derived import derived_values
 from longspan.errors import UserError
+from longspan.flops import flops_per_sample
 from longspan.hardware import Device
-from longspan.models import flops_per_sample
 from longspan.planning.forecast import Forecast, forecast
 from longspan.planning.ladder import Ladder, ladder
 from longspan.planning.memory import PARTS, DeviceMemory, memory_per_rank

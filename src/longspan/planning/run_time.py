@@ -17,14 +17,14 @@ from longspan.attention.pattern import Dense, Dilated, Pattern, pattern_of
 from longspan.config import Layout, Model, Run
 from longspan.costs import count_parameters, linear_sizes, rank_of
 from longspan.errors import UserError
-from longspan.hardware import Device
-from longspan.models.cost import (
+from longspan.flops import (
     StageFlops,
     activation_elements,
     attention_flops,
     flops_per_sample,
     stage_flops,
 )
+from longspan.hardware import Device
 from longspan.parallel.pipeline_schedule import plan_stages
 from longspan.planning.collective_time import exposed_s
 from longspan.planning.communication import communication

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longspan.config import Run
-from longspan.parallel.tensor import residual_split
+from longspan.parallel.choices import residual_split
 from longspan.planning.network import BUS_FACTORS
 from longspan.planning.parameters import ModelSplit, Shape, block_shapes, tensor_dim
 

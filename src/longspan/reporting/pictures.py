@@ -226,7 +226,7 @@ def stage_texts(run: Run, pipeline: int) -> list[str]:
     if pipeline == 1 or run.model.factory:
         return [f"pipeline rank {rank}" for rank in range(pipeline)] if pipeline > 1 else []
     from longspan.attention.pattern import pattern_of  # loads torch
-    from longspan.models import stage_flops
+    from longspan.flops import stage_flops
     from longspan.parallel.pipeline_schedule import plan_stages
 
     flops = stage_flops(run.model, pattern_of(run.attention), run.data.context)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from longspan.attention import Pattern
 from longspan.config import Run
+from longspan.flops import flops_per_sample
 from longspan.hardware import peak_flops
-from longspan.models import flops_per_sample
 from longspan.parallel.norms_by_layer import NormsByLayer
 from longspan.training.out_of_memory import optimizer_bytes, parameter_bytes
 from longspan.training.rank_stats import RankStats

@@ -14,7 +14,6 @@ from longspan.attention import (
     BlockSparse,
     Dense,
     Dilated,
-    MultiheadDilatedAttention,
     Pattern,
     Window,
     choose_shards,
@@ -24,6 +23,7 @@ from longspan.attention.context_parallel import ring
 from longspan.attention.context_parallel.kv_exchange import rows_to_send
 from longspan.attention.context_parallel.sharded import attend_sharded
 from longspan.attention.context_parallel.shards import Heads, Shards
+from longspan.attention.modules import MultiheadDilatedAttention
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.packed import Packed
 from longspan.torch_internals import TorchDispatchMode

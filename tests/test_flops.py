@@ -7,7 +7,8 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from longspan.attention import pattern_of
-from longspan.models import build_decoder, flops_per_sample
+from longspan.flops import flops_per_sample
+from longspan.models import build_decoder
 from longspan.runfile import load_run
 
 
