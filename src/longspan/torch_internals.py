@@ -26,6 +26,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -64,6 +65,8 @@ __all__ = [
     "raise_recompile_limit",
     "record_memory_history",
     "sdpa_flash_attention",
+    "tree_leaves",
+    "tree_map_only",
     "wait",
     "write_memory_snapshot",
 ]

@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from longspan.torch_internals import TorchDispatchMode, fake_tensors, tree_leaves, tree_map_only
 
 
 class LiveMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -88,8 +87,7 @@ def trace_memory(
     if precision not in dtypes:
         raise ValueError(f"precision must be one of {', '.join(dtypes)}, got {precision!r}")
     dtype = dtypes[precision]
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode, LiveMemory() as memory:
+    with fake_tensors(), LiveMemory() as memory:
 
         def fake(x: Tensor) -> Tensor:
             new = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
