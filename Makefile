@@ -32,7 +32,8 @@ drill: $(VENV)/.development
 	$(BIN)/longspan drill --nproc 4 --faults 20 --seed 8
 
 # Under torchrun: a worker is killed in every start; nodes are cut off in network namespaces: a hot
-# spare takes the place of one, then the rendezvous host is lost; a pod of Kubernetes is replaced.
+# spare takes the place of one, then the rendezvous host is lost; a pod of Kubernetes is replaced; a
+# run out of memory resumes with half the micro-batch.
 elastic: $(VENV)/.development
 	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/launching tests/training/test_recovery.py
 

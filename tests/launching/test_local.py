@@ -349,6 +349,7 @@ def test_a_rank_killed_in_a_sequence_exchange_is_restarted_but_a_diverged_run_is
     assert "2 steps in a row to step 4" in error
 
 
+@is_slow
 def test_after_out_of_memory_the_run_resumes_with_half_the_micro_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -248,6 +248,7 @@ def clusters() -> Iterator[list[Cluster]]:
             process.wait()
 
 
+@is_slow
 def test_a_lost_worker_is_replaced_and_without_the_rendezvous_host_the_other_node_resumes(
     tmp_path: Path, clusters: list[Cluster], capsys: pytest.CaptureFixture[str]
 ) -> None:
