@@ -12,6 +12,7 @@ from longspan.cli import main
 from longspan.config import Model
 from longspan.costs import count_parameters
 from longspan.errors import UserError
+from longspan.export.side_files import SIDE_FOLDER, copy_side_files
 from longspan.presets import MODELS
 from longspan.runfile import dump_run, load_run
 
@@ -83,6 +84,35 @@ def test_theta_is_raised_for_a_longer_context(tmp_path: Path) -> None:
         None, [f"model.from={folder}", "data.context=8192", "model.extend_context=none"]
     )
     assert (unchanged.model.rope_theta, unchanged.model.max_positions) == (1e6, 1024)
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"type": "yarn", "factor": 8.0, "original_max_position_embeddings": 1024},
+        {"type": "linear", "factor": 8.0},
+    ],
+)
+def test_a_scaling_that_reaches_the_context_is_not_extended(
+    tmp_path: Path, scaling: dict[str, Any]
+) -> None:
+    """As in the folders of Qwen, whose max_position_embeddings are those before YaRN."""
+    folder = folder_of(tmp_path, rope_scaling=scaling)
+    run = load_run(None, [f"model.from={folder}", "data.context=8192"])
+    assert (run.model.rope_theta, run.model.rope.factor) == (1e6, 8.0)
+    longer = load_run(None, [f"model.from={folder}", "data.context=16384"])
+    assert longer.model.rope_theta == pytest.approx(1e6 * 2 ** (32 / 30))
+
+
+def test_a_linked_folder_in_a_run_folder_is_left_alone(tmp_path: Path) -> None:
+    victim, run_dir = tmp_path / "victim", tmp_path / "run"
+    victim.mkdir()
+    run_dir.mkdir()
+    (victim / "config.json").write_text("mine")
+    (run_dir / SIDE_FOLDER).symlink_to(victim)
+    with pytest.raises(UserError, match="is a link: remove it"):
+        copy_side_files(load_run(None, []), run_dir)
+    assert (victim / "config.json").read_text() == "mine"
 
 
 @pytest.mark.parametrize(

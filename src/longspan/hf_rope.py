@@ -84,6 +84,11 @@ def extend(
     rotates by theta^(−(D−2)/D) per token, then rotates over the new context as it did over the old.
     "yarn" scales the frequencies by YaRN (Peng et al. 2023), from the original context.
     """
+    # What a scaling already reaches: folders of Qwen with YaRN keep the context before it.
+    if rope.type in ("yarn", "llama3"):
+        positions = max(positions, int(rope.factor * (rope.original_context or positions)))
+    elif rope.type == "linear":
+        positions = int(rope.factor * positions)
     growth = context / positions
     if how == "none" or growth <= 1:
         return {}

@@ -6,7 +6,6 @@ and exported. Training continues with the samples after those of the old run.
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -31,7 +30,7 @@ from longspan.costs import linear_sizes
 from longspan.data import Sample, Source, collate, count_targets, open_source
 from longspan.device import autocast
 from longspan.errors import UserError
-from longspan.export.side_files import SIDE_FOLDER
+from longspan.export.side_files import SIDE_FOLDER, copy_known_files
 from longspan.files import sha256_of
 from longspan.models import Decoder
 from longspan.runfile import check_run_folder, load_run, parse_run, saved_run_file
@@ -218,8 +217,7 @@ def _write(trained: TrainedRun, out: Path, linear: str, terms: int) -> None:
     assert newest is not None
     old = read_saved_state(open_checkpoint(newest))
     open_run_folder(run, out, torch.device("cpu"), source)
-    if (side := trained.run_dir / SIDE_FOLDER).is_dir():
-        shutil.copytree(side, out / SIDE_FOLDER)
+    copy_known_files(trained.run_dir / SIDE_FOLDER, out)
     weights = {f"model/{name}": p.detach().cpu() for name, p in model.named_parameters()}
     weights |= {f"rng/{name}": x for name, x in rng_states().items()}
     shards = {name: TensorShard.full(x) for name, x in weights.items()}

@@ -41,7 +41,9 @@ def test_bins_are_as_full_as_by_the_definition(lengths: list[int], more: int) ->
 def test_samples_are_whole_documents_where_they_fit(lengths: list[int], context: int) -> None:
     stream = np.arange(1, sum(lengths) + 1) % 251
     split = TokenSplit([stream], np.cumsum(lengths))
-    source = PackedSource({"train": split, "validation": split}, context, ByteTokenizer(), 256, "")
+    empty = TokenSplit([], np.zeros(0, dtype=np.int64))
+    source = PackedSource({"train": split, "validation": empty}, context, ByteTokenizer(), 256, "")
+    assert source.validation_samples(3) == []
     # What has to be there: each document, cut after every `context` tokens, with its targets.
     expected = Counter[tuple[int, ...]]()
     for start, end in zip(np.cumsum(lengths) - lengths, np.cumsum(lengths), strict=True):

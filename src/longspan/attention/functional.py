@@ -209,7 +209,8 @@ def _match_ids(mask: Mask) -> tuple[Tensor | None, Tensor | None]:
     if mask.documents is None and padding is None:
         return None, None
     if mask.documents is not None:
-        queries = 2 * mask.documents.long()
+        first = mask.documents[:, :1]
+        queries = 2 * (mask.documents.diff(dim=1, prepend=first) != 0).cumsum(1)  # runs
     else:
         assert padding is not None
         queries = torch.zeros_like(padding, dtype=torch.int64)

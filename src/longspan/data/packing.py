@@ -44,7 +44,7 @@ class Packing:
 
 def pack(document_ends: Ints, context: int) -> Packing:
     """Pack the documents that end at `document_ends`, one after another in a split."""
-    begins = np.concatenate([[0], document_ends[:-1]]).astype(np.int64)
+    begins = np.concatenate([[0], document_ends])[:-1].astype(np.int64)
     sizes = document_ends - begins
     whole, rest = sizes // context, sizes % context
     # Piece number 0, 1, … of each document that is longer than a window, then the rests.

@@ -31,6 +31,7 @@ from longspan.checkpoint import (
     save_file,
 )
 from longspan.config import Run
+from longspan.data.tokenizer import MAX_BYTES
 from longspan.errors import UserError
 from longspan.export.config_json import hf_config, hf_name, needs_longspan
 from longspan.export.side_files import (
@@ -42,7 +43,7 @@ from longspan.export.side_files import (
     tokenizer_problems,
 )
 from longspan.export.tokenizer import special_ids, tokenizer_of, write_tokenizer
-from longspan.files import atomic_folder, open_safetensors, read_json_object
+from longspan.files import atomic_folder, open_safetensors, read_bounded, read_json_object
 from longspan.hf_config import CONFIG, cache_root, read_folder_config
 from longspan.models import new_decoder, parameter_shapes
 from longspan.runfile import load_run, saved_run_file
@@ -115,7 +116,8 @@ def export(
             if has_side:
                 for name in (*TOKENIZER_FILES, GENERATION_CONFIG):
                     if (side / name).exists():
-                        (draft / name).write_bytes((side / name).read_bytes())
+                        kept = read_bounded(side / name, MAX_BYTES, within=side)
+                        (draft / name).write_bytes(kept)
             elif tokenizer:
                 write_tokenizer(draft, tokenizer, run.data.context)
     except OSError as error:

@@ -36,14 +36,19 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 def copy_side_files(run: Run, run_dir: Path) -> None:
     """Copy the files of the folder that a new run starts from; those of an earlier start go."""
     given = run.train.init_from or run.model.folder
+    copy_known_files(Path(given) if given else None, run_dir)
+
+
+def copy_known_files(given: Path | None, run_dir: Path) -> None:
+    """Copy the files that a run folder keeps of a Hugging Face folder, regular ones alone."""
     target = run_dir / SIDE_FOLDER
+    if target.is_symlink():
+        raise UserError(f"{target} is a link: remove it, so that nothing elsewhere is changed")
     try:
         for name in (*TOKENIZER_FILES, GENERATION_CONFIG, CONFIG):
             (target / name).unlink(missing_ok=True)
-            if given and os.path.lexists(Path(given) / name):
-                content = read_bounded(
-                    Path(given) / name, MAX_BYTES, within=cache_root(Path(given))
-                )
+            if given is not None and os.path.lexists(given / name):
+                content = read_bounded(given / name, MAX_BYTES, within=cache_root(given))
                 target.mkdir(parents=True, exist_ok=True)
                 (target / name).write_bytes(content)
     except OSError as error:

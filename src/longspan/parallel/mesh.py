@@ -145,10 +145,13 @@ def _backends_of_group() -> list[str]:
     return sorted(set(re.findall(r"\w+:(\w+)", dist.get_backend_config())))
 
 
-def _check_same_on_all(ranks: Mapping[str, int], world: World) -> None:
-    """Refuse a layout that other ranks did not find as well: their devices must differ."""
+def _check_same_on_all(layout: Layout, world: World) -> None:
+    """Refuse a layout that other ranks did not find as well: their devices must differ.
+
+    The reason names the micro-batch and the activation checkpointing that were taken with it.
+    """
     found: list[Any] = [None] * world.size
-    dist.all_gather_object(found, dict(ranks))
+    dist.all_gather_object(found, (layout.model_dump(), layout.why_auto))
     other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
     if other is not None:
         raise UserError(
@@ -212,7 +215,7 @@ def open_mesh(
             )
     ranks = layout.resolve(world.size)
     if layout.why_auto:
-        _check_same_on_all(ranks, world)
+        _check_same_on_all(layout, world)
     device_mesh = init_parameter_mesh(ranks, device)
     sequence_group = None
     if ranks["sequence"] > 1:

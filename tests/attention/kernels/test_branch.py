@@ -115,6 +115,13 @@ def test_long_sequences_are_processed_in_slabs(
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_document_is_a_run_of_equal_ids(device: str) -> None:
+    qkv = random_qkv(1, 24, 2, 2, 16, device=device)
+    documents = torch.tensor([[5] * 8 + [2] * 9 + [5] * 7], device=device)
+    assert_equals_oracle(qkv, Dense(), 2e-6, documents=documents)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_tensors_of_any_strides(device: str) -> None:
     packed = torch.randn(1, 35, 3, 2, 17, device=device)  # rows are not 16-byte aligned
     q, k, v = (x[..., 1:].requires_grad_() for x in packed.unbind(2))
