@@ -27,7 +27,7 @@ def test_every_axis_alone_is_accepted(builtin: str, axis: str) -> None:
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zbv"])
 def test_products_of_axes_are_accepted(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("longspan.rules.version", lambda _: "2.13.0")
+    monkeypatch.setattr("longspan.rules.layout.version", lambda _: "2.13.0")
     for ranks in itertools.product((1, 2), (1, 3), (1, 2), (1, 3), (1, 2, 3)):
         layout = [f"layout.{axis}={n}" for axis, n in zip(AXES, ranks, strict=True)]
         resolved(*layout, f"layout.schedule={schedule}", "layout.megatron_sequence_parallel=true")

@@ -10,6 +10,7 @@ import re
 import shlex
 import socket
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 from unittest.mock import patch
 
@@ -18,8 +19,8 @@ import torch.distributed as dist
 
 from longspan.cli import main
 from longspan.cli.arguments import parse
-from longspan.config import Profile, Rope, Section, Sketch
-from longspan.runfile import SECTIONS, load_run
+from longspan.config import SECTIONS, Profile, Rope, Section, Sketch
+from longspan.runfile import load_run
 from longspan.wording import toml_value
 from tests.harness import Ranks
 
@@ -188,11 +189,12 @@ def test_the_plans_in_the_docs_are_the_printed_ones(capsys: pytest.CaptureFixtur
 
 
 def refused_keys() -> Counter[str]:
-    """Return the key of each refusal of a layout or an engine in rules.py."""
-    names = ["_layout_rules", "_decoder_layout_rules", "_module_layout_rules", "_engine_rules"]
+    """Return the key of each refusal of a layout or an engine in the rules."""
+    names = ["layout_rules", "decoder_layout_rules", "module_layout_rules", "engine_rules"]
     names += ["_pipeline_problems", "_zbv_problems"]
     found: Counter[str] = Counter()
-    for rule in ast.parse((ROOT / "src/longspan/rules.py").read_text()).body:
+    texts = [path.read_text() for path in (ROOT / "src/longspan/rules").glob("*.py")]
+    for rule in chain.from_iterable(ast.parse(text).body for text in texts):
         if isinstance(rule, ast.FunctionDef) and rule.name in (*names, "_deepspeed_problems"):
             calls = (node for node in ast.walk(rule) if isinstance(node, ast.Call))
             found.update(

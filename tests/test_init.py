@@ -10,11 +10,12 @@ import torch
 
 from longspan import init
 from longspan.cli import main
+from longspan.config import SECTIONS
 from longspan.data.build import build
 from longspan.device import resolve
 from longspan.init import FOLLOWING, KEYS, Machine, render, starter_run
 from longspan.presets import MODELS
-from longspan.runfile import SECTIONS, load_run
+from longspan.runfile import load_run
 
 MACHINES = [
     Machine(memory=8 << 30),

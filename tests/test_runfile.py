@@ -334,7 +334,7 @@ def test_config_imports_no_torch() -> None:
 def test_zbv_needs_torch_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["layout.pipeline=2", "layout.schedule=zbv", "train.global_batch=2"]
     load_run(None, [*overrides, "model.layers=4"], world=2)
-    monkeypatch.setattr("longspan.rules.version", lambda _: "2.11.0+cu130")
+    monkeypatch.setattr("longspan.rules.layout.version", lambda _: "2.11.0+cu130")
     with pytest.raises(UserError, match=r"needs torch 2\.13"):
         load_run(None, [*overrides, "model.layers=4"], world=2)
 

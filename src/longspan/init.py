@@ -1,6 +1,6 @@
 """`longspan init`: write a run file for this machine, with a comment for every key.
 
-The comments are the descriptions of the keys in `config.py`.
+The comments are the descriptions of the keys in `config`.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Any
 
 import tomli_w
 
-from longspan.config import Run
+from longspan.config import SECTIONS, Run
 from longspan.costs import count_parameters
 from longspan.data.source import open_source
 from longspan.errors import UserError
 from longspan.files import write_new
-from longspan.runfile import SECTIONS, parse_run
+from longspan.runfile import parse_run
 
 KEYS: dict[str, tuple[str, ...]] = {
     "model": ("preset", "vocab"),

@@ -73,7 +73,7 @@ def candidates(parser: Parser, line: str) -> list[str]:
 
 def _keys(word: str) -> list[str]:
     """Sections ("train."), then their keys ("train.steps="), then the values that have names."""
-    from longspan.runfile import SECTIONS
+    from longspan.config import SECTIONS
 
     section, dot, key = word.partition(".")
     if not dot:

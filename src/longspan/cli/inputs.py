@@ -215,8 +215,7 @@ def config_show(args: argparse.Namespace) -> None:
 
 
 def config_schema(args: argparse.Namespace) -> None:
-    from longspan.config import Run
-    from longspan.runfile import AUTO
+    from longspan.config import AUTO, Run
 
     schema = Run.model_json_schema()
     layout = schema["properties"]["layout"]

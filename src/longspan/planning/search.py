@@ -1,7 +1,7 @@
 """Which layout to train with: all that a number of devices allows, ranked by predicted tokens/s.
 
 Searched are the ranks of every axis and the ZeRO stage, activation checkpointing, the micro-batch
-and, if nothing fits without it, offload. What a run must hold to is not restated here: `rules.py`
+and, if nothing fits without it, offload. What a run must hold to is not restated here: `rules`
 refuses candidates, `memory_per_rank` says what they need, `run_time.py` how long they take.
 
 A prediction without collectives is fast, and a lower bound of the time. Candidates are taken in its

@@ -14,7 +14,7 @@ def learning_rate(train: Train, step: int) -> float:
     if train.schedule == "constant":
         return train.peak_lr
     if train.schedule == "wsd":
-        assert train.decay_steps is not None  # by rules.py
+        assert train.decay_steps is not None  # by rules/train.py
         start, length = train.steps - train.decay_steps, train.decay_steps
     else:
         start, length = train.warmup_steps, train.steps - train.warmup_steps

@@ -1,0 +1,28 @@
+"""The section [data]."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from longspan.config.section import Positive, Section
+
+
+class Data(Section):
+    source: Annotated[str, Field(min_length=1)] = "builtin"
+    """Training text: "builtin" (the source of the Python standard library), "recall" (a synthetic
+    task), or a folder written by `longspan data build`."""
+    context: Positive = 4096
+    """Context length, the number of tokens per sample."""
+    documents: Literal["isolate", "join"] = "join"
+    """"isolate": attention, positions and losses stay within a document, and documents are packed
+    into windows whole where they fit; "join": they are concatenated, and attention crosses
+    their boundaries."""
+    recall_pairs: Positive = 16
+    """Number of key-value pairs in each sequence of the "recall" source."""
+    accept_changed: bool = False
+    """Lets a run resume on data other than its checkpoint was trained on."""
+    verify: bool = True
+    """Verifies the SHA-256 of every token shard at the start; shards that have not changed since
+    the last time are not read again."""

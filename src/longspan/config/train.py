@@ -1,0 +1,106 @@
+"""The section [train]."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from longspan.config.section import NonNegative, Positive, Section, as_integer
+
+
+class Train(Section):
+    steps: Positive = 200
+    """Total number of optimizer steps."""
+    init_from: str = ""
+    """Hugging Face folder whose weights initialise a new run, and whose config.json decides its
+    model like `model.from`; by default weights are random."""
+    micro_batch: Positive = 1
+    """Sequences per forward pass on each data-parallel rank."""
+    global_batch: Positive = 1
+    """Sequences per optimizer step; gradient accumulation covers what `micro_batch` × data-parallel
+    ranks does not."""
+    lr: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate, reached after the warmup."""
+    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
+    """Rule by which `lr`, tuned at `base_batch`, scales with `global_batch`."""
+    base_batch: Positive | None = None
+    """Global batch at which `lr` was tuned."""
+    schedule: Literal["constant", "cosine", "linear", "wsd"] = "cosine"
+    """Learning-rate schedule after the warmup; "wsd" (warmup-stable-decay) is constant, then decays
+    linearly."""
+    warmup_steps: NonNegative = 20
+    """Number of linear warmup steps; by default 20, or `steps` if those are fewer."""
+    decay_steps: Positive | None = None
+    """Number of final decay steps of the "wsd" schedule."""
+    min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """Final learning rate, as a fraction of the peak."""
+    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    """Optimizer: AdamW with 32-bit moments, or with 8-bit moments (torchao), which saves 6 bytes
+    per parameter."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """AdamW's weight decay, applied to matrices only."""
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """AdamW's decay rate for the first moment."""
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """AdamW's decay rate for the second moment."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon, added to the denominator for numerical stability."""
+    grad_clip: Annotated[float, Field(ge=0)] = 1.0
+    """Maximum global gradient norm; 0 turns gradient clipping off."""
+    grad_norm_spike: Annotated[float, Field(ge=0)] = 0.0
+    """Skips steps whose gradient norm exceeds this multiple of its running mean; 0 skips only NaN
+    and infinite losses and gradients."""
+    max_skipped_steps: Positive = 5
+    """Consecutive skipped steps after which the run rolls back to its newest checkpoint and leaves
+    their samples out."""
+    max_rollbacks: NonNegative = 3
+    """Maximum number of rollbacks before the run fails."""
+    hang_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds without progress in a step after which the watchdog reports where every rank is and
+    ends the run."""
+    start_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """The same for the start, up to the end of the first step: restoring, compiling."""
+    save_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
+    """The same while training waits for a checkpoint or a profile to be written."""
+    eval_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """The same for each batch of an evaluation."""
+    halve_on_oom: bool = False
+    """Continues an out-of-memory run from its newest checkpoint with half the micro-batch and the
+    same global batch."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Device to train on; "auto" uses a CUDA GPU where there is one."""
+    precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
+    """Compute dtype of mixed precision (autocast); parameters and optimizer state stay fp32. "auto"
+    is bf16 on a GPU that supports it, fp32 elsewhere."""
+    compile: Literal["auto", True, False] = "auto"
+    """Compiles each block with torch.compile; "auto" is on for CUDA."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Activation checkpointing (recomputation in the backward pass) of each block: "selective"
+    saves only matrix products and attention, "full" saves only the block's input."""
+    offload_activations: bool = False
+    """Offloads saved activations to CPU between the forward and backward passes."""
+    seed: NonNegative = 0
+    """Seed for weight initialisation and sample order."""
+    eval_every: NonNegative = 0
+    """Steps between evaluations; 0 evaluates only at the end."""
+    eval_samples: Positive = 16
+    """Number of validation sequences per evaluation."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _shorten_warmup(cls, given: Any) -> Any:
+        steps = as_integer(given.get("steps")) if isinstance(given, Mapping) else None
+        if not isinstance(steps, int) or "warmup_steps" in given:
+            return given
+        default: int = cls.model_fields["warmup_steps"].default
+        return {**given, "warmup_steps": max(0, min(default, steps))}
+
+    @property
+    def peak_lr(self) -> float:
+        """The learning rate `lr`, scaled from `base_batch` to `global_batch`."""
+        ratio = self.global_batch / (self.base_batch or self.global_batch)
+        factor = {"none": 1.0, "linear": ratio, "sqrt": math.sqrt(ratio)}[self.lr_scaling]
+        return self.lr * factor

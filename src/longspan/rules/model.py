@@ -1,0 +1,186 @@
+"""What must hold between the values of [model], [attention] and [data]."""
+
+from __future__ import annotations
+
+import math
+from fnmatch import fnmatchcase
+from itertools import chain
+
+from longspan.checks import block_problem, branch_problems
+from longspan.config import (
+    BLOCK_SPARSE,
+    BLOCK_SPARSE_KEYS,
+    DILATED,
+    DILATED_KEYS,
+    WINDOW_KEYS,
+    Attention,
+    Data,
+    Model,
+    Rope,
+    Sketch,
+    Train,
+)
+from longspan.costs import linear_sizes
+from longspan.rules.problem import Problem, Problems
+
+
+def model_rules(model: Model) -> Problems:
+    hidden, heads = model.hidden, model.heads
+    if model.head_dim == 0 and hidden % heads:
+        above = math.ceil(hidden / heads / 2) * heads * 2
+        yield Problem(
+            "model.heads",
+            f"{heads} does not divide model.hidden = {hidden}: use "
+            f"{_largest_divisor(hidden, heads)}, or set model.hidden = {above} or model.head_dim",
+        )
+    elif model.head_dim * heads == hidden and model.head_dim % 2:
+        yield Problem(
+            "model.heads",
+            f"hidden / heads = {model.head_dim} must be even for RoPE: "
+            f"change model.heads = {heads} or model.hidden = {hidden}",
+        )
+    elif model.head_dim == 0 or model.head_dim % 2:
+        message = f"must be positive and even for RoPE, got {model.head_dim}"
+        yield Problem("model.head_dim", f"{message}: use {max(2, model.head_dim + 1)}")
+    if heads % model.kv_heads:
+        yield Problem(
+            "model.kv_heads",
+            f"{model.kv_heads} does not divide model.heads = {heads}: "
+            f"use {_largest_divisor(heads, model.kv_heads)}",
+        )
+
+
+BIASES = {"attention_bias": ("llama", "qwen3", "gemma"), "mlp_bias": ("llama",)}
+"""The families whose models may have each kind of bias."""
+
+ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor", "original_context"),
+    "llama3": ("factor", "original_context", "low_freq_factor", "high_freq_factor"),
+    "yarn": (
+        *("factor", "original_context", "beta_fast", "beta_slow"),
+        *("attention_factor", "mscale", "mscale_all_dim", "truncate"),
+    ),
+}
+"""The keys of [model.rope] that have an effect, by its type."""
+
+
+def family_rules(model: Model) -> Problems:
+    for key, families in BIASES.items():
+        if getattr(model, key) and model.family not in families:
+            *others, last = (f'"{family}"' for family in families)
+            names = " or ".join(filter(None, [", ".join(others), last]))
+            message = f'true is not supported with model.family = "{model.family}"'
+            yield Problem(f"model.{key}", f"{message}: use false, or the family {names}")
+    rope, default = model.rope, Rope()
+    for key in Rope.model_fields:
+        is_used = key == "type" or key in ROPE_KEYS[rope.type]
+        if not is_used and getattr(rope, key) != getattr(default, key):
+            message = f'has no effect with model.rope.type = "{rope.type}": remove it'
+            yield Problem(f"model.rope.{key}", message)
+    if "original_context" in ROPE_KEYS[rope.type] and rope.original_context is None:
+        message = f'is required by model.rope.type = "{rope.type}"'
+        yield Problem("model.rope.original_context", f"{message}: set the context before scaling")
+    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
+        below, above = getattr(rope, low), getattr(rope, high)
+        if below >= above:
+            message = f"{above:g} must be greater than model.rope.{low} = {below:g}: change one"
+            yield Problem(f"model.rope.{high}", message)
+
+
+def _largest_divisor(number: int, limit: int) -> int:
+    """Return the largest divisor of `number` up to `limit` (and up to 1024, to stay fast)."""
+    return max(n for n in range(1, min(limit, number, 1024) + 1) if number % n == 0)
+
+
+def sketch_rules(model: Model) -> Problems:
+    sketch = model.sketch
+    if model.linear == "dense":
+        if sketch != Sketch():
+            message = 'has no effect with model.linear = "dense": remove it, or set model.linear'
+            yield Problem("model.sketch", message)
+        return
+    if model.linear == "low_rank" and sketch.terms > 1:
+        message = f'{sketch.terms} is not supported with model.linear = "low_rank": remove it'
+        yield Problem("model.sketch.terms", message)
+    globs = {"model.sketch.layers": sketch.layers}
+    globs |= {f"model.sketch.ranks.{glob}": glob for glob in sketch.ranks}
+    blocks = range(min(model.layers, 1024))  # enough to find a typo
+    names = [f"blocks.{index}.{layer}" for index in blocks for layer in linear_sizes(model)]
+    for path, glob in globs.items():
+        if not any(fnmatchcase(name, glob) for name in names):
+            message = f"{glob!r} matches no linear layer: use names such as {names[0]}"
+            yield Problem(path, message)
+
+
+def attention_rules(attention: Attention) -> Problems:
+    kind = attention.kind
+    keys = (DILATED, DILATED_KEYS), (BLOCK_SPARSE, BLOCK_SPARSE_KEYS), (("window",), WINDOW_KEYS)
+    for key in chain.from_iterable(keys for kinds, keys in keys if kind not in kinds):
+        if getattr(attention, key):
+            message = f'has no effect with attention.kind = "{kind}": remove it'
+            yield Problem(f"attention.{key}", message)
+    if kind in DILATED:
+        for message in branch_problems(attention.segment_lengths, attention.dilation_rates):
+            yield Problem("attention.segment_lengths", message)
+    if kind == "window" and not attention.window:
+        yield Problem("attention.window", "expected at least 1 token, got 0: set it")
+    if kind in BLOCK_SPARSE:
+        for key in ("local_window", "global_tokens"):
+            if problem := block_problem(getattr(attention, key), attention.block_size):
+                yield Problem(f"attention.{key}", problem)
+
+
+def init_from_rules(model: Model, train: Train) -> Problems:
+    if train.init_from and model.linear != "dense":
+        yield Problem(
+            "train.init_from",
+            f'needs dense layers, but model.linear is "{model.linear}": set model.linear = "dense" '
+            "and convert the trained run with longspan sketch",
+        )
+
+
+def factory_rules(model: Model, train: Train) -> Problems:
+    module, _, name = model.factory.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), name]):
+        message = f'expected "package.module:function", got "{model.factory}"'
+        yield Problem("model.factory", message)
+    if train.init_from:
+        message = "is not supported with model.factory: load the weights in the factory"
+        yield Problem("train.init_from", message)
+
+
+def documents_rules(model: Model, data: Data) -> Problems:
+    if data.documents == "isolate" and model.rope.type == "dynamic":
+        yield Problem(
+            "data.documents",
+            '"isolate" is not supported with model.rope.type = "dynamic", whose angles depend on '
+            "the length of the sequence: use join or another scaling",
+        )
+
+
+def recall_rules(model: Model, data: Data) -> Problems:
+    if data.source != "recall":
+        return
+    pairs, keys = data.recall_pairs, model.vocab // 2
+    if data.documents == "isolate":
+        message = (
+            '"isolate" needs documents, and a sample of data.source = "recall" is one: use join'
+        )
+        yield Problem("data.documents", message)
+    if model.vocab < 16:
+        message = f'{model.vocab} is too small for data.source = "recall": use at least 16'
+        yield Problem("model.vocab", message)
+    if data.context < 4 * pairs + 2:
+        yield Problem(
+            "data.context",
+            f"{data.context} is too short: {pairs} recall pairs need at least {4 * pairs + 2}; "
+            "raise it or lower data.recall_pairs",
+        )
+    if pairs > keys:
+        yield Problem(
+            "data.recall_pairs",
+            f"{pairs} is more than the {keys} keys that model.vocab = {model.vocab} has: "
+            "lower it or raise model.vocab",
+        )
