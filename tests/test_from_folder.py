@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,43 @@ def test_a_refused_folder_ends_with_exit_code_2(
 ) -> None:
     assert main(["config", "show", f"model.from={folder_of(tmp_path, model_type='mamba')}"]) == 2
     assert 'model_type = "mamba" is not supported, only "llama"' in capsys.readouterr().err
+
+
+LINEAR = {"rope_type": "linear", "factor": 2.0}
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 1024}
+SIZES = ("hidden_size", "num_attention_heads", "intermediate_size", "head_dim", "vocab_size")
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"rope_theta": ..., "rope_parameters": {**LINEAR, "rope_theta": 5e5},
+             "rope_scaling": LINEAR},
+            "rope_theta has several values: 500000.0, 10000.0; keep one",
+        ),
+        ({"rope_scaling": YARN, "max_position_embeddings": 10**400}, "max_position_embeddings: "),
+        ({"rope_scaling": {**LINEAR, "factor": 1e308}}, "rope.factor: Input should be less than"),
+        ({"rope_theta": 10**400}, "rope_theta: Input should be a valid number"),
+        ({"num_hidden_layers": 2**40}, "num_hidden_layers: Input should be less than or equal"),
+        *[({name: 2**40}, f"{name}: Input should be less than or equal to") for name in SIZES],
+    ],
+)  # fmt: skip
+def test_a_config_with_values_that_no_model_has_is_refused(
+    tmp_path: Path, fields: dict[str, Any], message: str
+) -> None:
+    """transformers computes two tables of RoPE by the second, which has the theta of the config."""
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_run(None, [f"model.from={folder_of(tmp_path, **fields)}", "data.context=8192"])
+
+
+def test_a_folder_that_is_no_path_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "show", "model.from=a\0\x1b[2Jb"]) == 2
+    error = capsys.readouterr().err
+    assert "1 problem" in error
+    assert "its name has a NUL character" in error
+    assert "\0" not in error
+    assert "\x1b" not in error
 
 
 def test_theta_is_raised_for_a_longer_context(tmp_path: Path) -> None:

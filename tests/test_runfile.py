@@ -87,6 +87,13 @@ def test_all_problems_are_reported_at_once_with_path_and_fix() -> None:
         (["model.heads=3"], "model.heads", "3 does not divide model.hidden = 128: use 2"),
         (["model.hidden=12", "model.heads=4"], "model.heads", "= 3 must be even"),
         (["model.kv_heads=3"], "model.kv_heads", "does not divide model.heads = 4: use 2"),
+        (
+            ["model.family=gemma", "model.activation=gelu"],
+            "model.activation",
+            'transformers computes "gelu_tanh": use "gelu_tanh"',
+        ),
+        (["model.layers=1e9"], "model.layers", "expected at most 16384, got 1000000000.0"),
+        (["model.vocab=1e9"], "model.vocab", "expected at most 16777216, got 1000000000.0"),
         (["train.micro_batch=4", "train.global_batch=6"], "train.global_batch", "use 8"),
         (["train.lr_scaling=linear"], "train.base_batch", "is required by train.lr_scaling"),
         (["train.schedule=wsd"], "train.decay_steps", "is required by train.schedule"),

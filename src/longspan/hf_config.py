@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from longspan.config import Attention, Model, NonNegative, Positive, Rope, Run
+from longspan.config import Attention, Layers, Model, NonNegative, Positive, Rope, Run, Theta, Width
 from longspan.errors import UserError
 from longspan.files import read_json_object
 from longspan.hf_rope import TABLES, read_rope
@@ -130,18 +130,18 @@ class FolderConfig(BaseModel):
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
     family: Literal["llama", "mistral", "qwen2", "qwen3", "gemma"] = Field(alias="model_type")
-    layers: Positive = Field(alias="num_hidden_layers")
-    hidden: Positive = Field(alias="hidden_size")
-    heads: Positive = Field(alias="num_attention_heads")
-    kv_heads: Positive = Field(alias="num_key_value_heads")
-    head_dim: Positive
-    ffn: Positive = Field(alias="intermediate_size")
-    vocab: Positive = Field(alias="vocab_size")
+    layers: Layers = Field(alias="num_hidden_layers")
+    hidden: Width = Field(alias="hidden_size")
+    heads: Width = Field(alias="num_attention_heads")
+    kv_heads: Width = Field(alias="num_key_value_heads")
+    head_dim: Width
+    ffn: Width = Field(alias="intermediate_size")
+    vocab: Width = Field(alias="vocab_size")
     tie_embeddings: bool = Field(alias="tie_word_embeddings", default=False)
     activation: str = "silu"
     attention_bias: bool = False
     mlp_bias: bool = False
-    rope_theta: Annotated[float, Field(gt=1)]
+    rope_theta: Theta
     rope: Rope
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     max_positions: Positive = Field(alias="max_position_embeddings")
@@ -227,6 +227,8 @@ def cache_root(folder: Path) -> Path:
     It is the folder itself, or models--ORGANISATION--NAME for a snapshot in a cache of Hugging
     Face, whose files are links from snapshots/REVISION/ to ../../blobs/.
     """
+    if "\0" in str(folder):  # no path of a system, which the reader says
+        return folder
     parents = Path(os.path.realpath(folder)).parents
     is_cached = len(parents) > 1 and parents[0].name == "snapshots"
     return parents[1] if is_cached and parents[1].name.startswith("models--") else folder

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from longspan.config import Rope
+from longspan.config import MAX_INT, Rope
 from longspan.errors import UserError
 from longspan.rules import ROPE_KEYS
 from longspan.wording import shown
@@ -30,10 +30,12 @@ def read_rope(fields: Mapping[str, Any], max_positions: object) -> tuple[dict[st
             problems.append(f"{name}: expected a table, got {shown(table)}")
         elif table:
             tables[name] = {key: value for key, value in table.items() if value is not None}
-    thetas = [t["rope_theta"] for t in (fields, *tables.values()) if "rope_theta" in t]
-    thetas = thetas or [DEFAULT_THETA]
+    theta = fields.get("rope_theta", DEFAULT_THETA)  # of a table that has none
+    thetas = [theta] if "rope_theta" in fields or not tables else []
+    thetas += [table.get("rope_theta", theta) for table in tables.values()]
     if any(theta != thetas[0] for theta in thetas):
-        problems.append(f"rope_theta has several values: {', '.join(map(shown, thetas))}; keep one")
+        values = ", ".join(dict.fromkeys(map(shown, thetas)))
+        problems.append(f"rope_theta has several values: {values}; keep one")
     read = []
     for name, table in tables.items():
         rope, wrong = _read_table(name, table, max_positions)
@@ -68,7 +70,8 @@ def _read_table(
     if "original_context" in ROPE_KEYS[kind]:
         rope.setdefault("original_context", max_positions)
     numbers = (max_positions, rope.get("original_context"))
-    if kind == "yarn" and "factor" not in rope and all(type(n) is int and n > 0 for n in numbers):
+    are_known = all(type(n) is int and 0 < n <= MAX_INT for n in numbers)
+    if kind == "yarn" and "factor" not in rope and are_known:
         rope["factor"] = max_positions / rope["original_context"]
     if kind != "default" and "factor" not in rope:
         problems.append(f"{name}.factor is missing: rope_type = {shown(kind)} needs it")

@@ -19,6 +19,7 @@ from longspan.cli.arguments import parse
 from longspan.cli.shared import DONE, FAILED
 from longspan.errors import Diverged, OutOfMemory, SaveFailed, Stopped, UserError
 from longspan.progress import quietly, tolerant_stderr
+from longspan.wording import printable
 
 WRONG_INPUT, STOPPED = 2, 3
 
@@ -37,8 +38,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         _check_text(vars(args))
         with quietly() if getattr(args, "quiet", False) else nullcontext():
             args.verb(args)
-    except UserError as error:
-        print(f"longspan: {error}", file=sys.stderr)
+    except UserError as error:  # which may quote a file that others wrote
+        print("longspan:", "\n".join(map(printable, str(error).split("\n"))), file=sys.stderr)
         return WRONG_INPUT
     except SystemExit as exited:  # with the exit code of worker processes
         return int(exited.code or DONE)

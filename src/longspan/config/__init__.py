@@ -18,7 +18,16 @@ from longspan.config.data import Data
 from longspan.config.engine import Engine
 from longspan.config.layout import AUTO, AXES, Backend, Layout
 from longspan.config.model import Model, Preset, Rope, Sketch, default_ffn
-from longspan.config.section import MAX_INT, Integer, NonNegative, Positive, Section
+from longspan.config.section import (
+    MAX_INT,
+    Integer,
+    Layers,
+    NonNegative,
+    Positive,
+    Section,
+    Theta,
+    Width,
+)
 from longspan.config.track import Checkpoint, Profile, Sink, Track
 from longspan.config.train import Train
 from longspan.hardware import may_have_gpu
@@ -39,6 +48,7 @@ __all__ = [
     "Data",
     "Engine",
     "Integer",
+    "Layers",
     "Layout",
     "Model",
     "NonNegative",
@@ -50,8 +60,10 @@ __all__ = [
     "Section",
     "Sink",
     "Sketch",
+    "Theta",
     "Track",
     "Train",
+    "Width",
     "default_ffn",
 ]
 

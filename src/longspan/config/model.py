@@ -9,7 +9,17 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from longspan import presets
-from longspan.config.section import Integer, NonNegative, Positive, Section, as_integer
+from longspan.config.section import (
+    MAX_INT,
+    Integer,
+    Layers,
+    NonNegative,
+    Positive,
+    Section,
+    Theta,
+    Width,
+    as_integer,
+)
 
 Preset = Literal[
     "tiny",
@@ -57,7 +67,7 @@ class Rope(Section):
     type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
     """How the frequencies of RoPE are scaled: `rope_type` of transformers. "default" does not scale
     them."""
-    factor: Annotated[float, Field(ge=1)] = 1.0
+    factor: Annotated[float, Field(ge=1, le=MAX_INT)] = 1.0
     """Factor by which scaling extends the context, for every type but "default"."""
     original_context: Positive | None = None
     """Context before scaling, required by "dynamic" (`max_position_embeddings` of transformers),
@@ -111,17 +121,17 @@ class Model(Section):
     """Model type of Hugging Face, which `longspan export` writes: "qwen2" has biases on query, key
     and value; "qwen3" normalises the queries and keys of each head; "gemma" scales the embedding by
     √hidden and adds 1 to the weights of norms; "mistral" is computed like "llama"."""
-    layers: Positive = 2
+    layers: Layers = 2
     """Number of transformer blocks."""
-    hidden: Positive = 128
+    hidden: Width = 128
     """Hidden size, the width of the residual stream."""
-    heads: Positive = 4
+    heads: Width = 4
     """Number of query heads."""
-    kv_heads: Positive = 4
+    kv_heads: Width = 4
     """Number of key and value heads; fewer than `heads` gives grouped-query attention (GQA)."""
-    head_dim: NonNegative = 32
+    head_dim: Annotated[Integer, Field(ge=0, le=1 << 24)] = 32
     """Width of a head; by default hidden / heads."""
-    ffn: Positive = 384
+    ffn: Width = 384
     """Width of the gated MLP; by default 8/3 of `hidden`, rounded up to a multiple of 128."""
     activation: Literal["silu", "gelu", "gelu_tanh", "relu"] = "silu"
     """Activation of the gated MLP: "silu" makes it a SwiGLU; "gelu_tanh" approximates "gelu"."""
@@ -129,7 +139,7 @@ class Model(Section):
     """Adds biases to all four projections of attention (families "llama", "qwen3" and "gemma")."""
     mlp_bias: bool = False
     """Adds biases to the projections of the MLP (family "llama")."""
-    vocab: Positive = 256
+    vocab: Width = 256
     """Vocabulary size, at least that of the tokenizer; by default that of `model.from` or
     `train.init_from`, else that of the tokenizer in the folder `data.source`, rounded up to a
     multiple of 64, else the preset's."""
@@ -138,7 +148,7 @@ class Model(Section):
     sub_layer_norm: bool = False
     """Adds MAGNETO's norms before the last projections of attention and MLP, and uses its
     initialisation."""
-    rope_theta: Annotated[float, Field(gt=1)] | None = None
+    rope_theta: Theta | None = None
     """Base of the rotary position embedding (RoPE); by default that of `model.from` or
     `train.init_from`, see `extend_context`, else derived from `data.context`."""
     rope: Rope = Rope()

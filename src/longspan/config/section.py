@@ -17,6 +17,9 @@ Integer = Annotated[int, BeforeValidator(as_integer)]
 Positive = Annotated[Integer, Field(ge=1, le=MAX_INT)]
 NonNegative = Annotated[Integer, Field(ge=0, le=MAX_INT)]
 Ranks = Annotated[Integer, Field(ge=-1, le=MAX_INT)]
+Layers = Annotated[Integer, Field(ge=1, le=1 << 14)]
+Width = Annotated[Integer, Field(ge=1, le=1 << 24)]  # of a matrix; no model is near it
+Theta = Annotated[float, Field(gt=1, le=1e18)]
 Integers = Annotated[tuple[Positive, ...], Field(strict=False)]  # TOML has lists, not tuples
 
 

@@ -73,6 +73,9 @@ def family_rules(model: Model) -> Problems:
             names = " or ".join(filter(None, [", ".join(others), last]))
             message = f'true is not supported with model.family = "{model.family}"'
             yield Problem(f"model.{key}", f"{message}: use false, or the family {names}")
+    if model.family == "gemma" and model.activation == "gelu":
+        message = '"gelu" is not supported with model.family = "gemma", for which transformers'
+        yield Problem("model.activation", f'{message} computes "gelu_tanh": use "gelu_tanh"')
     rope, default = model.rope, Rope()
     for key in Rope.model_fields:
         is_used = key == "type" or key in ROPE_KEYS[rope.type]
