@@ -47,4 +47,7 @@ def first_problem(error: ValidationError) -> str:
     """Describe the first problem of a JSON file in one line: where it is, and what was expected."""
     detail = error.errors()[0]
     where = ".".join(map(str, detail["loc"]))
-    return f"{where}: {detail['msg']}" if where else detail["msg"]
+    text, value = f"{where}: {detail['msg']}" if where else detail["msg"], detail["input"]
+    if isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 1 << 64):
+        text += f", got {value!r:.100}"
+    return text

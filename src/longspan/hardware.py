@@ -12,14 +12,45 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from longspan.errors import UserError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from longspan.errors import UserError, first_problem
 from longspan.files import read_bounded
 from longspan.toml import tomllib
 
 MAX_BYTES = 1 << 16
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "fp8")
+NAME = r"[\w.-]{1,64}"
+Rate = Annotated[float, Field(ge=1e-6, le=1e6)]
+Words = Annotated[str, Field(max_length=100, pattern=r"^[^\p{C}]*$")]
+"""A text without control characters."""
+Precision = Literal["fp32", "tf32", "fp16", "bf16", "fp8"]
+
+
+class _Table(BaseModel):
+    """A device in `devices.toml`, which explains the keys, or in a file of the user's own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    title: Words
+    match: Words
+    gib: Rate
+    tflops: dict[Precision, Rate]
+    tb_s: Rate
+    link_gb_s: Rate
+    net_gb_s: Rate
+    gpus_per_node: Annotated[int, Field(ge=1, le=1 << 16)]
+    watts: Annotated[float, Field(ge=0, le=1e6)] = 0.0
+    usd_per_h: Rate | None = None
+    priced: Words = ""
+
+    @field_validator("tflops")
+    @classmethod
+    def _has_one_that_trains(cls, tflops: dict[Precision, float]) -> dict[Precision, float]:
+        if not tflops.keys() & {"fp32", "fp16", "bf16"}:
+            raise ValueError("expected the rate of bf16, fp16 or fp32, in which runs compute")
+        return tflops
 
 
 @dataclass(frozen=True)
@@ -71,48 +102,35 @@ def device_of(hardware: str) -> Device:
     content = read_bounded(Path(hardware), MAX_BYTES)
     try:
         tables = tomllib.loads(content.decode())
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{hardware} is not TOML: {error}") from error
     if len(tables) != 1:
         raise UserError(f"{hardware} must have one table, of one GPU, got {len(tables)}")
     ((name, row),) = tables.items()
+    if not re.fullmatch(NAME, name):
+        raise UserError(f"{hardware}: the table must have a name like h100-80gb, got {name!r}")
     try:
         return _device(name, row)
-    except (KeyError, TypeError, ValueError) as error:
-        what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-        raise UserError(f"{hardware}: {what}") from error
+    except ValidationError as error:
+        raise UserError(f"{hardware}: {first_problem(error)}") from error
 
 
 def _device(name: str, row: Any) -> Device:
-    if not isinstance(row, dict):
-        raise TypeError(f"expected a table [{name}], got {row!r}")
-    known = {"title", "match", "gib", "tflops", "tb_s", "link_gb_s", "net_gb_s", "gpus_per_node"}
-    if unknown := row.keys() - known - {"watts", "usd_per_h", "priced"}:
-        raise ValueError(f"unknown keys: {', '.join(sorted(unknown))}")
-    flops = {key: 1e12 * _positive(f"tflops.{key}", x) for key, x in row["tflops"].items()}
-    if unknown := flops.keys() - set(PRECISIONS):
-        raise ValueError(f"tflops has unknown precisions: {', '.join(sorted(unknown))}")
-    price = row.get("usd_per_h")
+    table = _Table.model_validate(row)
     return Device(
         name=name,
-        title=str(row["title"]),
-        match=str(row["match"]),
-        memory=int(_positive("gib", row["gib"]) * 2**30),
-        flops=flops,
-        bandwidth=1e12 * _positive("tb_s", row["tb_s"]),
-        link=1e9 * _positive("link_gb_s", row["link_gb_s"]),
-        network=1e9 * _positive("net_gb_s", row["net_gb_s"]),
-        gpus_per_node=int(_positive("gpus_per_node", row["gpus_per_node"])),
-        watts=_positive("watts", row["watts"]) if "watts" in row else 0.0,
-        usd_per_h=None if price is None else _positive("usd_per_h", price),
-        priced=str(row.get("priced", "")),
+        title=table.title,
+        match=table.match,
+        memory=int(table.gib * 2**30),
+        flops={key: 1e12 * rate for key, rate in table.tflops.items()},
+        bandwidth=1e12 * table.tb_s,
+        link=1e9 * table.link_gb_s,
+        network=1e9 * table.net_gb_s,
+        gpus_per_node=table.gpus_per_node,
+        watts=table.watts,
+        usd_per_h=table.usd_per_h,
+        priced=table.priced,
     )
-
-
-def _positive(key: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e9:
-        raise ValueError(f"{key} must be a positive number, got {value!r}")
-    return float(value)
 
 
 CORE_FLOPS, CPU_BANDWIDTH, LOOPBACK = 48e9, 20e9, 2e9

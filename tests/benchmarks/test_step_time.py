@@ -48,7 +48,8 @@ def test_a_fit_predicts_the_runs_that_it_is_given(
 
 
 def test_the_present_constants_are_a_fit_to_the_present_runs() -> None:
-    rates, errors = step_time.fit_rates(measured_rows(), H200)
+    rows = [step_time.MeasuredRow.model_validate(row) for row in measured_rows()]
+    rates, errors = step_time.fit_rates(rows, H200)
     assert errors["median"] < 0.04
     assert rates.dilated == pytest.approx(0.445, rel=0.02)
 
@@ -63,6 +64,38 @@ def test_too_few_runs_and_other_files_are_refused(
     other.write_text("{}")
     assert main(["bench", "step-time", "--fit", str(other)]) == 2
     assert "is not a result of longspan bench step-time" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens_per_s": "fast"}, "rows.0.tokens_per_s: Input should be a valid number"),
+        ({"tokens_per_s": 0}, "rows.0.tokens_per_s: Input should be greater than or equal to"),
+        ({"overrides": 7}, "rows.0.overrides: Input should be a valid tuple, got 7"),
+        ({"overrides": ["layout=auto"]}, "rows.0.overrides.0: String should match pattern"),
+        ({"overrides": ["model.from=/etc"]}, "'model.from=/etc' names a file"),
+        ({"overrides": ["model.layers=0"]}, "model.layers  expected at least 1, got 0"),
+        ({"device": ["h200"]}, "rows.0.device: Input should be a valid string"),
+        ({"device": "h300"}, "hardware 'h300' is unknown"),
+    ],
+)
+def test_a_wrong_row_is_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], change: dict[str, object], message: str
+) -> None:
+    row = {"device": "h200", "overrides": [], "tokens_per_s": 5e4, **change}
+    file = write_rows(tmp_path / "wrong.json", [row] * 10)
+    assert main(["bench", "step-time", "--fit", str(file)]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"rows": [1]}', '{"machine": 1}', "NaN"])
+def test_any_other_json_is_one_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str
+) -> None:
+    file = tmp_path / "other.json"
+    file.write_text(text)
+    assert main(["bench", "step-time", "--fit", str(file)]) == 2
+    assert str(file) in capsys.readouterr().err
 
 
 def test_it_measures_on_a_cpu(

@@ -141,6 +141,24 @@ def test_deep_and_huge_values_end_no_report(tmp_path: Path) -> None:
     assert "1e+308" not in render([run, *plans])
 
 
+def test_a_run_file_with_an_auto_layout_is_reported(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", metrics(3))
+    run_file = folder / "run.toml"
+    text = re.sub(r"\[layout\].*?\n\n", "", run_file.read_text(), flags=re.S)
+    run_file.write_text(f'layout = "auto"\n\n{text}')
+    assert "layout = &quot;auto&quot;, which a run replaces" in render([read_input(folder)])
+
+
+def test_the_page_of_a_plan_is_bounded(tmp_path: Path) -> None:
+    """Each stage has parts of its own, so that the table would have a million cells."""
+    stages = [{"peak": {f"part {i} {j}": 1 << 30 for j in range(4)}} for i in range(500)]
+    plan = {"gpus": 1, "parameters": 1, "derived": {}, "stages": stages}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    page = render([read_input(tmp_path / "plan.json")])
+    assert "The first 64 of 500 pipeline ranks." in page
+    assert page.count("<td") < 5_000
+
+
 def test_the_policy_allows_these_scripts_and_no_network(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     policy, live = (

@@ -6,26 +6,26 @@ constants to what was measured before, and prints `planning/efficiencies.toml` w
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import tomli_w
 import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from longspan.benchmarks.measure import Rows, machine, open_console, write_result
 from longspan.config import Run
 from longspan.data import Prefetcher, open_source
 from longspan.device import autocast, resolve
 from longspan.engines import open_engine
-from longspan.errors import UserError
-from longspan.files import read_bounded
+from longspan.errors import UserError, first_problem
+from longspan.files import read_json_object
 from longspan.hardware import Device, cpu_device, device_of, find_device
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World
@@ -44,6 +44,7 @@ WARM_UP = 3
 MAX_BYTES = 16 << 20
 FEWEST = 10
 """Runs to fit to: about as many as there are constants that they determine."""
+FILE_KEYS = ("model.from", "model.factory", "train.init_from", "data.source")
 SCALE = 0.05
 SPREAD = {
     "matmul": 0.05, "half_columns": 0.3, "dense": 0.05, "dilated": 0.05, "block_sparse": 0.1,
@@ -167,17 +168,49 @@ def _measured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [row for row in rows if "tokens_per_s" in row]
 
 
+Override = Annotated[
+    str, Field(pattern=r"^(model|attention|data|train)\.[^\p{C}]*$", max_length=200)
+]
+
+
+class MeasuredRow(BaseModel):
+    """One run in a result of this benchmark: its overrides, and what was measured."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
+
+    device: Annotated[str, Field(max_length=100)]
+    overrides: Annotated[tuple[Override, ...], Field(strict=False, max_length=50)]
+    tokens_per_s: Annotated[float, Field(ge=1e-3, le=1e12)] | None = None
+    """None if it ran out of memory."""
+
+    @field_validator("overrides")
+    @classmethod
+    def _reads_no_files(cls, overrides: tuple[str, ...]) -> tuple[str, ...]:
+        for override in overrides:
+            if override.startswith(FILE_KEYS):
+                raise ValueError(f"{override!r} names a file, which no measured run has: remove it")
+        return overrides
+
+
+class _Result(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True, strict=True)
+
+    machine: Annotated[str, Field(max_length=1000)]
+    rows: Annotated[list[MeasuredRow], Field(max_length=10_000)]
+
+
 def refit(files: Sequence[Path]) -> str:
     """`efficiencies.toml` with constants fitted to the runs of these results, and their errors."""
-    rows = [row for file in files for row in _measured(_read(file)["rows"])]
+    results = [_read(file) for file in files]
+    rows = [row for result in results for row in result.rows if row.tokens_per_s is not None]
     if len(rows) < FEWEST:
         raise UserError(f"{len(rows)} runs are too few to fit to: give at least {FEWEST}")
-    names = {row["device"] for row in rows}
+    names = {row.device for row in rows}
     if len(names) > 1 or "cpu" in names:
         raise UserError(f"the runs must be of one GPU, got {', '.join(sorted(names))}")
     (name,) = names
     rates, errors = fit_rates(rows, device_of(name))
-    source = ", ".join(sorted({_read(file)["machine"] for file in files}))
+    source = ", ".join(sorted({result.machine for result in results}))
     band = {"device": name, "gpus": 1, "runs": len(rows)}
     band |= {key: round(errors[key], 4) for key in ("median", "p90")}
     band["of"] = f"{len(rows)} runs on one {name.upper()}, to which the constants are fitted"
@@ -186,8 +219,8 @@ def refit(files: Sequence[Path]) -> str:
         {
             "device": name,
             "source": source,
-            "tokens_per_s": round(row["tokens_per_s"]),
-            "overrides": row["overrides"],
+            "tokens_per_s": round(row.tokens_per_s or 0),
+            "overrides": list(row.overrides),
         }
         for row in rows
     ]
@@ -201,12 +234,10 @@ def refit(files: Sequence[Path]) -> str:
     return head + tomli_w.dumps(table)
 
 
-def fit_rates(
-    rows: Sequence[Mapping[str, Any]], device: Device
-) -> tuple[RunRates, dict[str, float]]:
+def fit_rates(rows: Sequence[MeasuredRow], device: Device) -> tuple[RunRates, dict[str, float]]:
     """Constants that give the tokens/s of measured runs, and the errors that are left."""
-    runs = [load_run(None, row["overrides"], builtin="cuda", world=1) for row in rows]
-    measured = np.array([float(row["tokens_per_s"]) for row in rows])
+    runs = [load_run(None, row.overrides, builtin="cuda", world=1) for row in rows]
+    measured = np.array([row.tokens_per_s for row in rows], dtype=float)
 
     def predicted(rates: RunRates) -> np.ndarray[Any, np.dtype[np.float64]]:
         return np.array([predict(run, 1, device, rates).tokens_per_s for run in runs])
@@ -216,13 +247,10 @@ def fit_rates(
     return rates, quantiles(np.abs(predicted(rates) / measured - 1))
 
 
-def _read(file: Path) -> dict[str, Any]:
+def _read(file: Path) -> _Result:
     try:
-        content = json.loads(read_bounded(file, MAX_BYTES))
-    except ValueError as error:
-        raise UserError(f"{file} is not JSON: {error}") from error
-    is_ours = isinstance(content, dict) and isinstance(content.get("rows"), list)
-    if not is_ours or not all("overrides" in row for row in content["rows"]):
-        raise UserError(f"{file} is not a result of longspan bench step-time")
-    found: dict[str, Any] = content
-    return found
+        return _Result.model_validate(read_json_object(file, MAX_BYTES))
+    except ValidationError as error:
+        raise UserError(
+            f"{file} is not a result of longspan bench step-time: {first_problem(error)}"
+        ) from error

@@ -6,13 +6,14 @@ It shows what `longspan plan --json` printed, whoever has written it: nothing in
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from longspan.reporting.charts import Drawing, numbers
 from longspan.reporting.data import rows_of
 from longspan.reporting.html import Child, Html, join, table, tag
 from longspan.reporting.pictures import duration, key, tiles_of
-from longspan.reporting.text import GIB, MAX_ROWS, capital, number, plain, texts
+from longspan.reporting.text import GIB, MAX_ROWS, capital, note, number, plain, texts
 
 TOTALS = {
     "on_device": "device must have",
@@ -21,6 +22,8 @@ TOTALS = {
     "offloaded": "offloaded to CPU",
 }
 COLOURS = 8
+MAX_STAGES, MAX_PARTS = 64, 32
+"""Pipeline ranks on the page, and parts of their memory: a plan has about ten."""
 SMALL = 0.004
 """The share of a bar below which a part has no entry in the legend."""
 AXES = ("replicate", "shard", "sequence", "tensor", "pipeline")
@@ -125,9 +128,10 @@ def _forecast(content: Mapping[str, Any]) -> Html | None:
 
 def _memory(content: Mapping[str, Any]) -> list[Child]:
     """A bar per pipeline rank against the memory of the device, and the figures as a table."""
-    stages = rows_of(content["stages"])
+    every = rows_of(content["stages"])
+    stages = every[:MAX_STAGES]
     used = [_parts(stage) for stage in stages]
-    names = list(dict.fromkeys(name for sizes in used for name in sizes))
+    names = list(dict.fromkeys(name for sizes in used for name in sizes))[:MAX_PARTS]
     used = [{name: sizes.get(name, 0.0) for name in names} for sizes in used]
     device = number(content.get("device_bytes"))
     most = max([device, *(sum(sizes.values()) for sizes in used)], default=0.0)
@@ -150,9 +154,12 @@ def _memory(content: Mapping[str, Any]) -> list[Child]:
     heads = ["GiB per device"]
     heads += [f"pipeline rank {i}" for i in range(len(stages))] if len(stages) > 1 else [""]
     largest = {name: max(sizes[name] for sizes in used) for name in names}
-    too_large = _too_large(used, device)
+    too_large = _too_large([_parts(stage) for stage in every], device)
     return [
         tag("h4", "Memory at the peak of a step"),
+        note(f"The first {len(stages):,} of {len(every):,} pipeline ranks.")
+        if len(every) > len(stages)
+        else None,
         tag("div", bars, _legend(names, largest, most), class_="frame") if most else None,
         tag("ul", [tag("li", text) for text in too_large], class_="problems")
         if too_large
@@ -175,7 +182,8 @@ def _too_large(used: Sequence[Mapping[str, float]], device: float) -> list[str]:
 
 def _parts(stage: Mapping[str, Any]) -> dict[str, float]:
     """What is on a device at the peak of a step, by name."""
-    peak = {plain(name): number(size) for name, size in _object(stage.get("peak")).items()}
+    sizes = islice(_object(stage.get("peak")).items(), MAX_PARTS)
+    peak = {plain(name): number(size) for name, size in sizes}
     found = {**peak, "CUDA and fragmentation": number(stage.get("fragmentation"))}
     return {name: size for name, size in found.items() if size > 0}
 

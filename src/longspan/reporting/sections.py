@@ -292,6 +292,8 @@ def meter(name: str, share: float, value: str) -> Html:
 def layout(run: RunData) -> Html | None:
     if run.run is None:
         return note("run.toml is not a valid run file for this version, so its layout is unknown.")
+    if run.run.layout.is_unresolved:
+        return note('run.toml has layout = "auto", which a run replaces when it starts.')
     try:
         found = run.run.layout.resolve(run.ranks)
     except (UserError, ValueError) as error:
