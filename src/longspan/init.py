@@ -15,7 +15,7 @@ import tomli_w
 
 from longspan.config import SECTIONS, Run
 from longspan.costs import count_parameters
-from longspan.data.source import open_source
+from longspan.data.opening import open_source
 from longspan.errors import UserError
 from longspan.files import write_new
 from longspan.runfile import parse_run

@@ -15,6 +15,7 @@ import pytest
 
 from longspan.cli import main
 from longspan.data.build import build
+from longspan.data.documents import Fields
 from longspan.data.shards import ShardFile, read_index
 from longspan.data.tokenizer import JsonTokenizer, load_tokenizer
 from longspan.data.verification import inspect_folder
@@ -50,7 +51,7 @@ def test_text_file_and_folder(tmp_path: Path) -> None:
 def test_jsonl_with_a_named_field(tmp_path: Path) -> None:
     lines = [json.dumps({"body": text}) for text in ("eins", "zwei")]
     (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n\n")
-    build([tmp_path / "in.jsonl"], tmp_path / "out", field_name="body", validation=0)
+    build([tmp_path / "in.jsonl"], tmp_path / "out", fields=Fields("body"), validation=0)
     assert documents(tmp_path / "out", "train") == [b"eins\0", b"zwei\0"]
     with pytest.raises(UserError, match=r"line 1 has no text in the field 'text', got fields body"):
         build([tmp_path / "in.jsonl"], tmp_path / "other")
@@ -117,6 +118,7 @@ def test_info_summarizes_the_shards(folder: Path) -> None:
     assert inspect_folder(folder)["splits"]["train"] == {
         "shards": 1,
         "tokens": 201,
+        "targets": 201,
         "documents": 1,
         "longest": 201,
     }
@@ -181,7 +183,7 @@ def test_a_shard_that_is_listed_twice_is_rejected(folder: Path) -> None:
     path = folder / "index.json"
     index = json.loads(path.read_text())
     path.write_text(json.dumps({**index, "shards": index["shards"] * 2}))
-    with pytest.raises(UserError, match=r"the shard train-00000\.bin is listed twice"):
+    with pytest.raises(UserError, match=r"the file train-00000\.bin is listed twice"):
         read_index(folder)
 
 
@@ -401,7 +403,7 @@ def test_a_dataset_with_only_a_train_split_gets_a_validation_split(tmp_path: Pat
 def test_long_documents_are_built_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longspan.data.build.PIECE", 1 << 14)
+    monkeypatch.setattr("longspan.data.documents.PIECE", 1 << 14)
     line = "äöü words, words " * 1000 + "\n"
     with (tmp_path / "in.txt").open("w") as file:
         file.writelines([line] * 400)
@@ -423,7 +425,7 @@ def test_long_documents_are_built_in_bounded_memory(
 def test_a_line_beyond_the_limit_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("longspan.data.build.MAX_LINE_BYTES", 1000)
+    monkeypatch.setattr("longspan.data.reading.MAX_LINE_BYTES", 1000)
     for length, is_refused in ((900, False), (1100, True)):
         (tmp_path / "in.jsonl").write_text(json.dumps({"text": "x" * length}) + "\n")
         if not is_refused:
@@ -486,7 +488,8 @@ def test_a_token_beyond_the_vocabulary_is_refused_at_build(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = word_tokenizer(tmp_path / "t", ["a", "b"])
-    monkeypatch.setattr(JsonTokenizer, "encode", lambda self, text: [0, 2])
+    found = [(np.array([0, 2]), [])]
+    monkeypatch.setattr(JsonTokenizer, "encode_batch", lambda self, texts, edges: found)
     (tmp_path / "in.txt").write_text("a b")
     with pytest.raises(UserError, match="gives token 2, but its vocabulary size is 2"):
         build([tmp_path / "in.txt"], tmp_path / "out", tokenizer=folder)

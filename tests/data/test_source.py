@@ -13,7 +13,9 @@ from longspan.config import Data, Model
 from longspan.constants import IGNORE_INDEX
 from longspan.data import collate, count_targets, open_source
 from longspan.data.build import build
-from longspan.data.source import RecallSource, Sample, TokenSource, TokenSplit, bigram_nats
+from longspan.data.samples import Sample, bigram_nats
+from longspan.data.source import RecallSource, TokenSource
+from longspan.data.token_split import TokenSplit
 from longspan.errors import UserError
 
 MODEL = Model()

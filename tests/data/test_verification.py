@@ -18,7 +18,8 @@ from longspan.data import open_source
 from longspan.data import verification as module
 from longspan.data.build import build
 from longspan.data.shards import read_index
-from longspan.data.source import TokenSource, TokenSplit
+from longspan.data.source import TokenSource
+from longspan.data.token_split import TokenSplit
 from longspan.data.verification import CACHE, Verification
 from longspan.errors import UserError
 from longspan.parallel.mesh import ParallelMesh, open_mesh

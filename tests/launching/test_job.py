@@ -255,7 +255,8 @@ def test_relative_paths_hold_wherever_the_job_starts(
 
 def test_the_conveniences_of_the_guides(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model size, passes over the data, and a GPU that the model does not fit."""
-    from longspan.data.source import TokenSource, open_source
+    from longspan.data.opening import open_source
+    from longspan.data.source import TokenSource
 
     run = load_run(run_file)
     source = open_source(run.data, run.model)

@@ -1,20 +1,28 @@
-"""`data.documents = "isolate"`: packed documents equal each document alone, in every layout."""
+"""`data.documents = "isolate"`: packed documents equal each document alone, in every layout.
+
+Of these documents only the answers have a loss: layouts and engines divide by their number.
+"""
 
 from __future__ import annotations
 
+import copy
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from longspan.attention import BlockSparse, Dense, Dilated, Pattern, Window
 from longspan.config import Model
 from longspan.data.build import build
+from longspan.data.documents import Fields
 from longspan.models.decoder import Decoder, document_positions, initialize
+from longspan.training.step import train_step
 from tests.engines.test_engines import run_in_fresh_processes, set_launcher_environment
 from tests.harness import Ranks
-from tests.parallel.test_apply import NO_BRANCHES, PATTERNS, single_process_steps, steps_of
-from tests.steps import Steps, assert_same_steps
+from tests.parallel.test_apply import NO_BRANCHES, PATTERNS, run_of, single_process_steps, steps_of
+from tests.steps import CPU, Steps, assert_same_steps, open_state
 
 MODEL = Model(hidden=32, layers=2, heads=4, kv_heads=2, vocab=64, ffn=48)
 LENGTHS = (13, 1, 22, 28)
@@ -22,15 +30,50 @@ LENGTHS = (13, 1, 22, 28)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Eighty documents of 10 to 89 bytes: some fit into 64 tokens, others do not."""
+    """Eighty documents of 10 to 89 bytes: some fit into 64 tokens, others do not.
+
+    A third of each, or all but its end, is a prompt.
+    """
     root = tmp_path_factory.mktemp("documents")
-    lines = [f'{{"text": "{chr(97 + n % 26) * 3}{"xyzzy " * 15}"}}'[: 10 + n] for n in range(80)]
-    texts = root / "texts"
-    texts.mkdir()
-    for n, line in enumerate(lines):
-        (texts / f"{n:02d}.txt").write_text(line)
-    build([texts], root / "shards", validation=0.1)
+    texts = [f"{chr(97 + n % 26) * 3}{'xyzzy' * 18}"[: 10 + n] for n in range(80)]
+    prompts = [text if n % 7 == 0 else text[: len(text) // 3] for n, text in enumerate(texts)]
+    pairs = [{"q": q, "a": x[len(q) :].upper()} for q, x in zip(prompts, texts, strict=True)]
+    (root / "in.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    fields = Fields(prompt="q", answer="a")
+    build([root / "in.jsonl"], root / "shards", fields=fields, validation=0.1)
     return root / "shards"
+
+
+@pytest.mark.parametrize("how", ["isolate", "join"])
+def test_the_loss_is_that_of_answers_computed_by_hand(folder: Path, how: str) -> None:
+    options = [f"data.source={folder}", f"data.documents={how}", "train.micro_batch=2"]
+    run = run_of(1, *options)
+    with open_state(run) as (state, data):
+        model = copy.deepcopy(state.engine.model).double()
+        assert isinstance(model, Decoder)
+        loss, norm = train_step(state, data, run.train, CPU)
+    total, count = torch.zeros((), dtype=torch.float64), 0
+    stream = (folder / "train-00000.bin").read_bytes() + b"\0"
+    for index in range(run.train.global_batch):
+        sample = data.source.sample(run.train.seed, index)
+        windows = [sample.tokens]
+        if sample.documents is not None:
+            ends = np.flatnonzero(np.diff(sample.documents)) + 1
+            windows = np.split(sample.tokens[sample.documents >= 0], ends)
+        for window in filter(len, windows):
+            text = bytes(window.astype(np.uint8))
+            after = stream.find(text) + len(text)
+            logits = model.hidden(torch.from_numpy(window)[None])[0] @ model.head_weight.T
+            now, following = torch.tensor([*text]), torch.tensor([*text[1:], stream[after]])
+            # Answers, and the ends after them, are not lower case.
+            has_loss = (now != 0) & ((following == 0) | (following >= 65) & (following < 97))
+            nats = -logits.log_softmax(-1).gather(1, following[:, None])[:, 0]
+            total, count = total + nats[has_loss].sum(), count + int(has_loss.sum())
+    assert count > 50
+    (total / count).backward()
+    gradients = [p.grad.norm() for p in model.parameters() if p.grad is not None]
+    assert float(loss) == pytest.approx(total.item() / count, rel=1e-6)
+    assert float(norm) == pytest.approx(torch.stack(gradients).norm().item(), rel=1e-5)
 
 
 def decoder(pattern: Pattern) -> Decoder:

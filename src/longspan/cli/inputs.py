@@ -70,6 +70,12 @@ def _add_data(commands: Commands) -> None:
     build.add_argument(
         "--field", default="text", metavar="NAME", help="text field in JSONL and datasets"
     )
+    for option, words in (
+        ("--prompt", "field of a prompt, which has no loss; with --answer, in place of --field"),
+        ("--answer", "field of its answer, which follows it and has a loss"),
+        ("--loss", "field with the characters of --field that have a loss: [[first, stop], ...]"),
+    ):
+        build.add_argument(option, metavar="NAME", help=words)
     build.add_argument(
         "--validation",
         type=float,
@@ -90,6 +96,7 @@ def _add_data(commands: Commands) -> None:
 
 def data_build(args: argparse.Namespace) -> None:
     from longspan.data.build import build
+    from longspan.data.documents import Fields
 
     started = shown = time.monotonic()
     with waiting("tokenizing") as status:
@@ -113,7 +120,7 @@ def data_build(args: argparse.Namespace) -> None:
             args.out,
             tokenizer=args.tokenizer,
             eos=args.eos,
-            field_name=args.field,
+            fields=Fields(args.field, args.loss, args.prompt, args.answer),
             validation=args.validation,
             include=args.include,
             exclude=args.exclude,
@@ -138,6 +145,8 @@ def data_info(args: argparse.Namespace) -> None:
             f"  {name:<10}  {split['tokens']:>14,} tokens  {split['documents']:>10,} documents  "
             f"longest {split['longest']:,}  {counted(split['shards'], 'shard')}, SHA-256 verified"
         )
+        if (targets := split["targets"]) < split["tokens"]:
+            print(f"{'':<14}{targets:>12,} of them have a loss ({targets / split['tokens']:.1%})")
 
 
 def _add_config(commands: Commands) -> None:

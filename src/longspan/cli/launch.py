@@ -287,7 +287,8 @@ def _steps(run: Run, epochs: float) -> int:
             f"--epochs needs data of a known size, which {what} has not: set train.steps"
         )
     with loading():
-        from longspan.data.source import TokenSource, open_source
+        from longspan.data.opening import open_source
+        from longspan.data.source import TokenSource
 
     try:
         source = open_source(run.data, run.model)

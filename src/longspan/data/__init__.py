@@ -2,16 +2,10 @@
 
 from longspan.data.dataset import DatasetSource, Failure
 from longspan.data.loader import DatasetLoader
+from longspan.data.opening import open_source
 from longspan.data.prefetch import Prefetcher
-from longspan.data.source import (
-    Baseline,
-    Batch,
-    Sample,
-    Source,
-    collate,
-    count_targets,
-    open_source,
-)
+from longspan.data.samples import Baseline, Batch, Sample, collate, count_targets
+from longspan.data.source import Source
 
 __all__ = [
     "Baseline",

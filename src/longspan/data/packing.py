@@ -17,7 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from longspan.constants import IGNORE_INDEX
-from longspan.data.source import Ints, Sample, TokenSource, TokenSplit
+from longspan.data.samples import Ints, Sample
+from longspan.data.source import TokenSource
+from longspan.data.token_split import TokenSplit
 from longspan.wording import counted
 
 
@@ -131,7 +133,8 @@ class PackedSource(TokenSource):
         packing = self._packings["train"]
         window = self._train_window(seed, index)
         pieces = slice(*packing.windows[window : window + 2])
-        return int(packing.lengths[pieces].sum() - packing.has_end[pieces].sum())
+        first = packing.starts[pieces] + 1
+        return int(self.splits["train"].num_targets(first, first + packing.lengths[pieces]).sum())
 
     def _window(self, split: str, window: int) -> Sample:
         packing = self._packings[split]
@@ -143,7 +146,8 @@ class PackedSource(TokenSource):
             start, length = int(packing.starts[piece]), int(packing.lengths[piece])
             read = self._tokens(split, start, start + length + (not packing.has_end[piece]))
             tokens[at : at + length] = read[:length]
-            targets[at : at + len(read) - 1] = read[1:]
+            is_target = self.splits[split].is_target(start + 1, start + len(read))
+            targets[at : at + len(read) - 1] = np.where(is_target, read[1:], IGNORE_INDEX)
             documents[at : at + length] = number
             at += length
         documents[at:] = -1  # padding

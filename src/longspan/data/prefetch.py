@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from longspan.data.source import Source, collate
+from longspan.data.samples import collate
+from longspan.data.source import Source
 
 if TYPE_CHECKING:
     import torch

@@ -3,6 +3,8 @@
     FOLDER/
       index.json            tokenizer, dtype, and each shard's size, SHA-256 and document ends
       train-00000.bin       tokens, little-endian, in the index's dtype
+      train-00000.loss      where not all tokens have a loss: pairs (first, stop) of those that do,
+                            little-endian int64, increasing and apart from each other
       validation-00000.bin
       tokenizer.json        unless the tokenizer is bytes
       tokenizer_config.json its end-of-text token
@@ -33,6 +35,8 @@ DTYPES = {"uint8": "<u1", "uint16": "<u2", "uint32": "<u4"}
 MAX_TOKENS = 1 << 48
 REBUILD = "copy it again or rebuild the folder with `longspan data build`"
 
+Spans = NDArray[np.int64]
+"""Pairs (first, stop) of positions, increasing and apart: (spans, 2)."""
 Count = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
 
 
@@ -46,12 +50,20 @@ class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
 
+class Loss(_Strict):
+    file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.loss$", max_length=200)]
+    spans: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
 class Shard(_Strict):
     file: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]+\.bin$", max_length=200)]
     split: Literal["train", "validation"]
     tokens: Count
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     document_ends: Annotated[list[Count], Field(min_length=1)]
+    loss: Loss | None = None
+    """Which tokens have a loss; None for all of them."""
 
     @model_validator(mode="after")
     def _document_ends_increase_to_token_count(self) -> Shard:
@@ -71,9 +83,10 @@ class Index(_Strict):
     @model_validator(mode="after")
     def _shards_are_different_files(self) -> Index:
         files = [shard.file for shard in self.shards]
+        files += [shard.loss.file for shard in self.shards if shard.loss]
         if len(set(files)) < len(files):
             twice = next(file for n, file in enumerate(files) if file in files[:n])
-            raise ValueError(f"the shard {twice} is listed twice")
+            raise ValueError(f"the file {twice} is listed twice")
         total = sum(shard.tokens for shard in self.shards)
         if total > MAX_TOKENS:
             raise ValueError(f"the shards have {total:,} tokens: expected at most {MAX_TOKENS:,}")
@@ -84,7 +97,7 @@ class Index(_Strict):
         digest = hashlib.sha256()
         for part in (self, *self.shards):
             exclude = {"shards", "document_ends"}
-            digest.update(part.model_dump_json(exclude=exclude).encode() + b"\n")
+            digest.update(part.model_dump_json(exclude=exclude, exclude_none=True).encode() + b"\n")
         for shard in self.shards:
             digest.update(np.asarray(shard.document_ends, dtype="<i8").tobytes())
         return digest.hexdigest()
@@ -107,6 +120,26 @@ def read_index(folder: Path) -> Index:
         ) from error
     except UserError as error:
         raise UserError(f"{error}; create the folder with `longspan data build`") from error
+
+
+def read_loss(folder: Path, shard: Shard) -> Spans | None:
+    """Read and verify which tokens of a shard have a loss; None for all of them."""
+    if shard.loss is None:
+        return None
+    path, size = folder / shard.loss.file, 16 * shard.loss.spans
+    try:
+        with open_regular(path, within=folder) as file:
+            if (found := os.fstat(file.fileno()).st_size) != size:
+                raise UserError(f"{path} has {found:,} bytes, expected {size:,}; {REBUILD}")
+            content = file.read(size)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from error
+    if hashlib.sha256(content).hexdigest() != shard.loss.sha256:
+        raise UserError(f"{path} is damaged: its SHA-256 is not the index's; {REBUILD}")
+    edges = np.frombuffer(content, "<i8").astype(np.int64)
+    if len(edges) and (edges[0] < 0 or edges[-1] > shard.tokens or (np.diff(edges) <= 0).any()):
+        raise UserError(f"{path} holds no spans of tokens that increase; {REBUILD}")
+    return edges.reshape(-1, 2)
 
 
 class ShardFile:

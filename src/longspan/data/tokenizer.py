@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from longspan.errors import UserError
 from longspan.files import atomic_write_text, read_bounded, read_json_object
@@ -20,6 +23,13 @@ MAX_BYTES = 1 << 27
 """Size of a tokenizer's files; those of 250,000 tokens have some 2²⁵."""
 
 
+Edges = Sequence[int]
+"""Numbers of characters from the beginning of a text."""
+Marked = tuple[NDArray[Any], list[int]]
+"""The tokens of a text, and for each edge how many of them end in these characters. So a token that
+lies on both sides of an edge belongs to what follows the edge."""
+
+
 class Tokenizer(Protocol):
     name: str
     vocab: int
@@ -29,6 +39,7 @@ class Tokenizer(Protocol):
     """The text of that token."""
 
     def encode(self, text: str) -> list[int]: ...
+    def encode_batch(self, texts: Sequence[str], edges: Sequence[Edges]) -> list[Marked]: ...
     def decode(self, tokens: list[int]) -> str: ...
 
 
@@ -42,6 +53,15 @@ class ByteTokenizer:
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
+
+    def encode_batch(self, texts: Sequence[str], edges: Sequence[Edges]) -> list[Marked]:
+        return [
+            (
+                np.frombuffer(text.encode("utf-8"), dtype=np.uint8),
+                [len(text[:edge].encode("utf-8")) for edge in of_text],
+            )
+            for text, of_text in zip(texts, edges, strict=True)
+        ]
 
     def decode(self, tokens: list[int]) -> str:
         return bytes(tokens).decode("utf-8", errors="replace")
@@ -102,6 +122,22 @@ class JsonTokenizer:
     def encode(self, text: str) -> list[int]:
         with _library_errors(f"the tokenizer {self.name} cannot encode this text"):
             return list(self._inner.encode(text, add_special_tokens=False).ids)
+
+    def encode_batch(self, texts: Sequence[str], edges: Sequence[Edges]) -> list[Marked]:
+        """As the protocol says; the library uses all cores, unless TOKENIZERS_PARALLELISM=0."""
+        inner = self._inner
+        encode = inner.encode_batch if any(edges) else inner.encode_batch_fast  # without offsets
+        with _library_errors(f"the tokenizer {self.name} cannot encode this text"):
+            found = encode(list(texts), add_special_tokens=False)
+        return [
+            (
+                np.asarray(encoding.ids, dtype=np.int64),
+                np.searchsorted([end for _, end in encoding.offsets], of_text, "right").tolist()
+                if of_text
+                else [],
+            )
+            for encoding, of_text in zip(found, edges, strict=True)
+        ]
 
     def to_json(self) -> str:
         return str(self._inner.to_str())

@@ -17,7 +17,16 @@ from typing import Any
 
 import numpy as np
 
-from longspan.data.shards import DTYPES, REBUILD, SPLITS, Index, Shard, ShardFile, read_index
+from longspan.data.shards import (
+    DTYPES,
+    REBUILD,
+    SPLITS,
+    Index,
+    Shard,
+    ShardFile,
+    read_index,
+    read_loss,
+)
 from longspan.errors import UserError
 from longspan.files import atomic_write_text, open_regular, read_json_object
 
@@ -113,9 +122,14 @@ def inspect_folder(folder: Path) -> dict[str, Any]:
     for split in SPLITS:
         shards = [shard for shard in index.shards if shard.split == split]
         lengths = [np.diff(shard.document_ends, prepend=0) for shard in shards]
+        losses = [read_loss(folder, shard) for shard in shards]
         splits[split] = {
             "shards": len(shards),
             "tokens": sum(shard.tokens for shard in shards),
+            "targets": sum(
+                shard.tokens if loss is None else int((loss[:, 1] - loss[:, 0]).sum())
+                for shard, loss in zip(shards, losses, strict=True)
+            ),
             "documents": sum(len(shard.document_ends) for shard in shards),
             "longest": max((int(length.max()) for length in lengths), default=0),
         }

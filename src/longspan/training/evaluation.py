@@ -43,23 +43,25 @@ class DecoderEvaluation:
         context: ForwardContext,
     ) -> None:
         self.samples = source.validation_samples(train.eval_samples)
-        self._targets = max(1, count_targets(self.samples))
+        self._targets = count_targets(self.samples)
         self._local = mesh.local_samples(pad(self.samples, mesh.data_ranks))
         self._engine, self._source, self._micro_batch = engine, source, train.micro_batch
         self._device, self._mesh, self._context = device, mesh, context
 
     @property
     def why_empty(self) -> str:
-        return "" if self.samples else "the validation split holds less than one sample"
+        if not self.samples:
+            return "the validation split holds less than one sample"
+        return "" if self._targets else "no token of the validation samples has a loss"
 
     @cached_property
     def baseline(self) -> Baseline | None:
-        """The loss of a model without long context; None if there are no samples."""
-        return self._source.baseline(self.samples) if self.samples else None
+        """The loss of a model without long context; None if there are no targets."""
+        return self._source.baseline(self.samples) if self._targets else None
 
     def loss(self, requests: StopRequests) -> float | None:
-        """Nats per token; None if there are no samples or a stop was requested."""
-        if not self.samples:
+        """Nats per token; None if there are no targets or a stop was requested."""
+        if not self._targets:
             return None
         return self._mean(self._local, self._targets, requests)
 
