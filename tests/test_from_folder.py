@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from longspan.attention import Dense, Window, patterns_of
 from longspan.cli import main
 from longspan.config import Model
 from longspan.costs import count_parameters
 from longspan.errors import UserError
 from longspan.export.side_files import SIDE_FOLDER, copy_side_files
+from longspan.hf_config import read_folder_config
 from longspan.presets import MODELS
 from longspan.runfile import dump_run, load_run
 
@@ -187,6 +189,26 @@ def test_a_sliding_window_that_hides_nothing_is_dense(tmp_path: Path) -> None:
     assert (run.attention.kind, run.attention.window) == ("window", 4096)
     folder_of(tmp_path, model_type="mistral", sliding_window=None)
     assert load_run(None, [f"model.from={folder}", "data.context=8192"]).attention.kind == "dense"
+
+
+def test_layers_with_and_without_a_sliding_window_become_patterns(tmp_path: Path) -> None:
+    window = {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 32}
+    folder = folder_of(tmp_path, **window, num_hidden_layers=5, max_window_layers=3)
+    options = [f"model.from={folder}", "data.context=64"]
+    run = load_run(None, options)
+    expected = [Dense()] * 3 + [Window(32)] * 2
+    assert patterns_of(run.attention, 5) == tuple(expected)
+    types = [*["sliding_attention"] * 2, "full_attention"] * 2
+    folder_of(tmp_path, **window, num_hidden_layers=6, layer_types=types)
+    run = load_run(None, options)
+    assert patterns_of(run.attention, 6) == (Window(32), Window(32), Dense()) * 2
+    assert [layer.repeat for layer in run.attention.layers] == [2, 1]
+    # The user's own attention, which is said; a context that the window does not hide.
+    other = load_run(None, [*options, "attention.kind=dense"])
+    config = read_folder_config(tmp_path)
+    assert config.changes(run) == []
+    assert config.changes(other) == ["dense attention instead of window and dense"]
+    assert load_run(None, [options[0], "data.context=32"]).attention.kinds == ("dense",)
 
 
 @pytest.mark.parametrize(

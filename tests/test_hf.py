@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from longspan.attention import attend_oracle, pattern_of
+from longspan.attention import attend_oracle, patterns_of
 from longspan.cli import main
 from longspan.config import Attention
 from longspan.trained import load_trained
@@ -26,6 +26,11 @@ DILATED = {"kind": "dilated", "segment_lengths": [8, 32], "dilation_rates": [1, 
 KINDS: dict[str, dict[str, Any]] = {
     "dense": {"kind": "dense"},
     "dilated": DILATED,
+    "layers": {
+        "segment_lengths": [8, 32],
+        "dilation_rates": [1, 2],
+        "layers": [{"kind": "window", "window": 7, "sinks": 2}, {"kind": "dilated"}],
+    },
     "block_sparse": {"kind": "block_sparse", "block_size": 4, "local_window": 8, "stride": 3},
     "blocks": {**DILATED, "kind": "dilated_block_sparse", "block_size": 2, "global_tokens": 2},
 }
@@ -66,7 +71,8 @@ def oracle(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, _mask: Any, **given: Any
     ) -> tuple[Tensor, None]:
         config: Any = module.config
-        pattern = pattern_of(Attention.model_validate(config.longspan["attention"]))
+        attention = Attention.model_validate(config.longspan["attention"])
+        pattern = patterns_of(attention, config.num_hidden_layers)[module.layer_idx]
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         return attend_oracle(q, k, v, pattern, scale=given["scaling"], **options), None
 

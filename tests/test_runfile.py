@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from longspan.attention import Dilated, pattern_of
+from longspan.attention import Dense, Dilated, Window, pattern_of, patterns_of
 from longspan.attention.kernels.dispatch import schedule_branches
 from longspan.attention.pattern import reach
-from longspan.config import Layout, Run
+from longspan.config import AXES, Layout, Run
 from longspan.derived import derived_values
 from longspan.errors import UserError
 from longspan.runfile import dump_run, load_run, parse_run
@@ -400,3 +400,81 @@ def test_a_pattern_that_does_not_reach_the_context_is_warned_of() -> None:
     assert "of 4,096; warning" in values["reach"]
     assert "raise attention.local_window" in values["reach"]
     assert "warning" not in derived_values(load_run(None), run.layout.resolve(1))["reach"]
+
+
+ONE_RANK = dict.fromkeys(AXES, 1)
+LAYERS = 'attention.layers=[{kind="window",repeat=3},{kind="dense"}]'
+
+
+def test_layers_take_their_patterns_in_turn(tmp_path: Path) -> None:
+    """Each with the keys of [attention] that its kind uses; a saved run reads back the same."""
+    run = load_run(None, ["model.layers=6", "attention.window=9", "attention.sinks=2", LAYERS])
+    window, dense = Window(9, 2), Dense()
+    expected = (window, window, window, dense, window, window)
+    assert patterns_of(run.attention, run.model.layers) == expected
+    (tmp_path / "run.toml").write_text(dump_run(run))
+    assert load_run(tmp_path / "run.toml") == run
+    texts = derived_values(run, run.layout.resolve(1))
+    assert texts["attention"].startswith("in turn 3 × window window 9 sinks 2, 1 × dense, ")
+    assert texts["reach"].startswith("over 6 layers the last token depends on tokens at most 4,096")
+    with pytest.raises(ValueError, match="a pattern per layer"):
+        pattern_of(run.attention)
+
+
+def test_dilated_layers_without_branches_get_those_of_the_context() -> None:
+    run = load_run(None, ['attention.layers=[{},{kind="window",window=9}]'])
+    assert patterns_of(run.attention, 2)[0] == pattern_of(load_run(None).attention)
+    short = load_run(None, [LAYERS, "model.layers=4", "attention.window=9"])
+    assert short.attention.segment_lengths == ()
+
+
+def test_the_reach_over_layers_is_that_of_their_patterns() -> None:
+    window = '{kind="window",window=9}'
+    options = ["model.layers=3", f"attention.layers=[{window},{window[:-1]},sinks=1}},{window}]"]
+    assert "at most 4,096 back" in derived_values(run := load_run(None, options), ONE_RANK)["reach"]
+    plain = load_run(None, ["model.layers=3", f"attention.layers=[{window}]"])
+    text = derived_values(plain, ONE_RANK)["reach"]
+    assert "at most 25 back" in text
+    assert "raise attention.window" in text
+    assert run.attention.kinds == ("window",)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "message"),
+    [
+        (["attention.layers=3"], "attention.layers", "expected a list, got 3"),
+        (
+            ['attention.layers=[{kind="windw"}]'],
+            "attention.layers.0.kind",
+            'expected "dense", "dilated", "block_sparse", "dilated_block_sparse" or "window", got '
+            '"windw"; did you mean "window"?',
+        ),
+        (
+            ["attention.layers=[{},{windw=4}]"],
+            "attention.layers.1.windw",
+            "unknown key; did you mean window?",
+        ),
+        (
+            [LAYERS, "model.layers=4"],
+            "attention.layers.0.window",
+            "expected at least 1 token, got 0: set it",
+        ),
+        (
+            [LAYERS, "attention.window=9"],
+            "attention.layers",
+            "describes 4 layers, but model.layers is 2: remove tables or lower their repeat",
+        ),
+        (
+            ['attention.layers=[{kind="dense",window=9}]'],
+            "attention.layers.0.window",
+            'has no effect with attention.layers.0.kind = "dense": remove it',
+        ),
+        (
+            ['attention.layers=[{kind="dense"}]', "attention.window=9"],
+            "attention.window",
+            "has no effect, as no table of attention.layers has a kind that uses it: remove it",
+        ),
+    ],
+)
+def test_wrong_layers_are_refused_by_name(overrides: list[str], path: str, message: str) -> None:
+    assert problems(*overrides) == {path: message}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from longspan.config import (
-    BLOCK_SPARSE,
-    BLOCK_SPARSE_KEYS,
-    WINDOW_KEYS,
+    DILATED_KEYS,
     Attention,
+    LayerAttention,
     Model,
     Run,
     Train,
+    attention_keys,
 )
 from longspan.costs import linear_costs
 from longspan.vocabulary import MULTIPLE, is_folder, rounded_vocab, vocab_of_data
@@ -29,7 +29,7 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
     return {
         **linear,
         **data_vocab,
-        "attention": f"{run.attention.kind}{_pattern_text(run.attention)}, context {context:,}, "
+        "attention": f"{attention_text(run.attention)}, context {context:,}, "
         f"RoPE theta {run.model.rope_theta_for(context):,.0f}{scaling}",
         "reach": reach_text(run),
         "batch": batch.pop("batch"),
@@ -83,21 +83,22 @@ def _warmup_text(train: Train) -> str:
 
 def reach_text(run: Run) -> str:
     """How far back the last token looks, with a warning if that is not the whole context."""
-    from longspan.attention.pattern import pattern_of, reach  # loads torch
+    from longspan.attention.pattern import patterns_of, reach  # loads torch
 
     layers, context = run.model.layers, run.data.context
-    tokens = reach([pattern_of(run.attention)] * layers, context, run.model.heads)
+    tokens = reach(patterns_of(run.attention, layers), context, run.model.heads)
     depth = "1 layer" if layers == 1 else f"{layers} layers"
     text = f"over {depth} the last token depends on tokens at most {tokens:,} back, of {context:,}"
     if tokens == context:
         return text
-    change = {
+    advice = {
         "dilated": f"add a segment of {context:,} tokens to attention.segment_lengths",
         "window": "raise attention.window or set attention.sinks",
         "block_sparse": "raise attention.local_window or set attention.global_tokens",
         "dilated_block_sparse": f"add a segment of {context:,} tokens to attention.segment_lengths "
         "or raise attention.local_window",
-    }[run.attention.kind]
+    }
+    change = " or ".join(dict.fromkeys(advice[kind] for kind in run.attention.kinds))
     return f"{text}; warning: nothing earlier can influence it: {change}, or lower data.context"
 
 
@@ -111,11 +112,22 @@ def _linear_text(model: Model) -> str:
     )
 
 
-def _pattern_text(attention: Attention) -> str:
+def attention_text(attention: Attention) -> str:
+    """The pattern of all layers in words, or those that they have in turn."""
+    if not attention.layers:
+        return pattern_text(attention)
+    cycle = ", ".join(f"{layer.repeat} × {pattern_text(layer)}" for layer in attention.layers)
+    return f"in turn {cycle}"
+
+
+def pattern_text(attention: LayerAttention) -> str:
+    """A pattern in words."""
     branches = zip(attention.segment_lengths, attention.dilation_rates, strict=True)
     text = "".join(f" {w}/{r}" for w, r in branches)
-    keys: tuple[str, ...] = WINDOW_KEYS if attention.kind == "window" else ()
-    if attention.kind in BLOCK_SPARSE:
-        keys = ("block_size", *BLOCK_SPARSE_KEYS)
+    keys = (key for key in attention_keys(attention.kind) if key not in DILATED_KEYS)
     values = {key: getattr(attention, key) for key in keys}
-    return text + "".join(f" {key} {value:g}" for key, value in values.items() if value)
+    return (
+        attention.kind
+        + text
+        + "".join(f" {key} {value:g}" for key, value in values.items() if value)
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -14,32 +15,40 @@ class StageFlops(NamedTuple):
     """Forward FLOPs per token of the parts that pipeline stages are made of."""
 
     embedding: float
-    block: float
+    blocks: tuple[float, ...]
     head: float
 
 
-def stage_flops(model: Model, pattern: Pattern, context: int) -> StageFlops:
-    """Forward FLOPs per token of the embedding, of one block (the mean, where they differ) and of
-    the head.
+def stage_flops(model: Model, patterns: Sequence[Pattern], context: int) -> StageFlops:
+    """Forward FLOPs per token of the embedding, of each block and of the head.
 
+    `patterns` are those of the layers. Of linear layers that differ between blocks it is the mean.
     An embedding is looked up: it costs its row, not its matrix.
     """
     linear = linear_costs(model)[1].forward / model.layers
-    attention = attention_flops(model, pattern, context) / context
-    return StageFlops(2.0 * model.hidden, linear + attention, 2.0 * model.hidden * model.vocab)
+    attention = _by_pattern(model, patterns, context)
+    blocks = tuple(linear + attention[pattern] / context for pattern in patterns)
+    return StageFlops(2.0 * model.hidden, blocks, 2.0 * model.hidden * model.vocab)
 
 
-def flops_per_sample(model: Model, pattern: Pattern, context: int) -> tuple[float, float]:
+def flops_per_sample(
+    model: Model, patterns: Sequence[Pattern], context: int
+) -> tuple[float, float]:
     """Training FLOPs of one sequence: of matrix products (6 per weight and token), of attention.
 
+    `patterns` are those of the layers.
     As is usual for MFU, the backward pass counts twice the forward pass, and recomputation does not
     count. An untied embedding is looked up, not multiplied by. The fixed factors of sketched layers
     are multiplied by, but have no gradient.
     """
     _, linear = linear_costs(model)
     matrices = linear.forward + linear.backward + 6 * model.hidden * model.vocab
-    attention = attention_flops(model, pattern, context)
-    return float(matrices * context), 3.0 * model.layers * attention
+    attention = _by_pattern(model, patterns, context)
+    return float(matrices * context), 3.0 * sum(attention[pattern] for pattern in patterns)
+
+
+def _by_pattern(model: Model, patterns: Sequence[Pattern], context: int) -> dict[Pattern, int]:
+    return {pattern: attention_flops(model, pattern, context) for pattern in set(patterns)}
 
 
 def attention_flops(model: Model, pattern: Pattern, context: int) -> int:

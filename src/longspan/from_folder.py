@@ -51,17 +51,7 @@ def fill_from_folder(
             filled |= extend(*rope, context, how)
         except UserError as error:
             problems.append(Problem("model.extend_context", str(error)))
-    if not attention and (pattern := config.pattern(context)):
-        attention = pattern.model_dump(mode="json")
-    elif not attention:
-        problems.append(
-            Problem(
-                key,
-                f"has sliding_window = {config.window:,} in {config.window_layers} of "
-                f"{config.layers} layers, which is not supported with data.context = {context:,}: "
-                "lower the context to the window, or set attention.kind for all layers",
-            )
-        )
+    attention = attention or config.pattern(context).model_dump(mode="json")
     preset = presets.MODELS.get(str(model.get("preset")), {})
     shapes = {name: preset[name] for name in EQUAL if name in preset and name != "vocab"}
     tables = {**tables, "model": {**filled, **shapes, **model}, "attention": attention}

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from longspan.attention import Dilated, Pattern, attend, attend_newest, pattern_of
+from longspan.attention import Dilated, Pattern, attend, attend_newest, patterns_of
 from longspan.errors import UserError
 from longspan.hf_config import read_attention
 from longspan.wording import shown
@@ -238,7 +238,13 @@ def _pattern(module: nn.Module, heads: int) -> Pattern:
             f"{type(config).__name__} has no {NAME}: set config.{NAME} = "
             '{"attention": {"kind": "dense"}}, or another kind'
         )
-    pattern = _parse(json.dumps(table))
+    patterns, layer = _parse(json.dumps(table)), getattr(module, "layer_idx", None)
+    if len(patterns) > 1 and not isinstance(layer, int):
+        raise UserError(
+            f"attention.layers has a pattern per layer, but {type(module).__name__} has no "
+            "layer_idx: use one pattern for all layers"
+        )
+    pattern = patterns[(layer or 0) % len(patterns)]
     all_heads = getattr(config, "num_attention_heads", heads)
     if heads != all_heads and isinstance(pattern, Dilated) and max(pattern.dilation_rates) > 1:
         raise UserError(
@@ -249,12 +255,12 @@ def _pattern(module: nn.Module, heads: int) -> Pattern:
 
 
 @lru_cache(maxsize=64)
-def _parse(table: str) -> Pattern:
-    """The pattern of a config's table, given as JSON."""
+def _parse(table: str) -> tuple[Pattern, ...]:
+    """The patterns that layers have in turn, of a config's table, given as JSON."""
     attention, problems = read_attention(json.loads(table))
     if problems:
         raise UserError("\n    ".join(["cannot use the pattern in the config:", *problems]))
-    return pattern_of(attention)
+    return patterns_of(attention, len(attention.cycle))
 
 
 def _refused(name: str, given: str = "") -> UserError:

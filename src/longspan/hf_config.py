@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator, Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -154,26 +155,46 @@ class FolderConfig(BaseModel):
     layer_types: tuple[str, ...] | None = Field(default=None, strict=False)
 
     @property
-    def window_layers(self) -> int:
-        """The number of layers that have the sliding window."""
+    def windows(self) -> list[bool]:
+        """Whether each layer has the sliding window."""
         if self.window is None:
-            return 0
+            return [False] * self.layers
         if self.layer_types is not None:
-            return self.layer_types.count("sliding_attention")
-        return max(0, self.layers - self.first_window_layer)
+            return [kind == "sliding_attention" for kind in self.layer_types]
+        return [layer >= self.first_window_layer for layer in range(self.layers)]
 
     def hides(self, context: int) -> bool:
         """Whether the sliding window of some layer hides tokens of a context."""
-        return self.window_layers > 0 and self.window is not None and self.window < context
+        return any(self.windows) and self.window is not None and self.window < context
 
-    def pattern(self, context: int) -> Attention | None:
-        """The attention of all layers over a context; None if that of one layer differs."""
-        if self.attention.kind != "dense" or not self.hides(context):
+    def pattern(self, context: int) -> Attention:
+        """The attention of the layers over a context."""
+        if self.attention.kinds != ("dense",) or not self.hides(context):
             return self.attention
-        if self.window_layers < self.layers:
+        return self.window_pattern()
+
+    def window_pattern(self) -> Attention:
+        """The attention of layers with and without the sliding window."""
+        window: dict[str, Any] = {"kind": "window", "window": self.window}
+        has_window = self.windows
+        if all(has_window):
+            return Attention(**window)
+        if not any(has_window):
+            return Attention(kind="dense")
+        length = next(n for n in range(1, self.layers + 1) if _repeats(has_window, n))
+        layers = [
+            {**(window if is_window else {"kind": "dense"}), "repeat": len(list(same))}
+            for is_window, same in groupby(has_window[:length])
+        ]
+        return Attention.model_validate({"kind": "dense", "layers": layers})
+
+    def disagreement(self) -> str | None:
+        """What is wrong if the sliding window is not the pattern of the table `longspan`."""
+        if self.window is None or self.attention.kinds == ("dense",):
             return None
-        assert self.window is not None
-        return Attention(kind="window", window=self.window)
+        if self.attention.settings(self.layers) == self.window_pattern().settings(self.layers):
+            return None
+        return f"sliding_window = {shown(self.window)} and longspan disagree: keep one"
 
     def model_keys(self) -> dict[str, Any]:
         """The values of [model]."""
@@ -210,15 +231,17 @@ class FolderConfig(BaseModel):
             eps = f"{model.rms_norm_eps:g} instead of {self.rms_norm_eps:g}"
             found.append(f"model.rms_norm_eps {eps}")
         theirs = self.pattern(context)
-        if theirs is None:
-            layers = f"{self.window_layers} of {self.layers} layers"
-            text = f"a sliding window of {self.window:,} tokens in {layers}"
-            found.append(f"{run.attention.kind} attention instead of {text}")
-        elif run.attention.kind != theirs.kind:
-            found.append(f"{run.attention.kind} attention instead of {theirs.kind}")
-        elif run.attention != theirs and theirs.kind != "dense":
-            found.append(f"other settings of {theirs.kind} attention")
+        kinds, their_kinds = (" and ".join(x.kinds) for x in (run.attention, theirs))
+        if kinds != their_kinds:
+            found.append(f"{kinds} attention instead of {their_kinds}")
+        elif run.attention.settings(model.layers) != theirs.settings(model.layers):
+            found.append(f"other settings of {their_kinds} attention")
         return found
+
+
+def _repeats(values: list[bool], length: int) -> bool:
+    """Whether `values` are its first `length` again and again."""
+    return all(value == values[index % length] for index, value in enumerate(values))
 
 
 def cache_root(folder: Path) -> Path:
@@ -257,11 +280,9 @@ def read_folder_config(folder: Path) -> FolderConfig:
     problems += [*_unsupported(family, fields), *_window_problems(family, fields)]
     values["attention"], wrong = read_attention(fields.get("longspan", DENSE))
     problems += wrong
-    pattern, window = values["attention"], values["window"]
-    if window is not None and pattern.kind != "dense" and pattern != _window_pattern(window):
-        problems.append(f"sliding_window = {shown(window)} and longspan disagree: keep one")
     try:
         config = FolderConfig.model_validate(values)
+        problems += filter(None, [config.disagreement()])
     except ValidationError as error:
         problems += _described(error)
     if problems:
@@ -274,12 +295,6 @@ def read_folder_config(folder: Path) -> FolderConfig:
             )
         )
     return config
-
-
-def _window_pattern(window: object) -> Attention | None:
-    if not isinstance(window, int) or window < 1:  # which is reported by itself
-        return None
-    return Attention(kind="window", window=window)
 
 
 def _activation(family: str, fields: Mapping[str, Any]) -> str:

@@ -40,6 +40,15 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3ForCausalLM",
         {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 0, "head_dim": 16},
     ),
+    "qwen2-mixed": (
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1},
+    ),
+    "qwen3-mixed": (
+        "Qwen3ForCausalLM",
+        {"use_sliding_window": True, "sliding_window": 12, "head_dim": 16, "num_hidden_layers": 4}
+        | {"layer_types": [*["sliding_attention"] * 3, "full_attention"]},
+    ),
     "qwen3-biases": ("Qwen3ForCausalLM", {"head_dim": 8, "attention_bias": True}),
     # With pad_token_id transformers leaves out the gradient of that row of the embedding.
     "gemma": ("GemmaForCausalLM", {"head_dim": 16, "pad_token_id": None}),

@@ -112,6 +112,8 @@ LAYOUTS = {
         ("llama-biases", "tensor"),
         ("llama-biases", "megatron"),
         ("mistral-window", "sequence"),
+        ("qwen3-mixed", "sequence"),
+        ("qwen3-mixed", "pipeline"),
         ("gemma", "megatron"),
         ("gemma", "pipeline"),
     ],

@@ -222,8 +222,8 @@ def test_a_resumed_run_does_not_need_the_folder_of_its_weights(
         ),
         (
             {"model_type": "qwen3", "use_sliding_window": True, "sliding_window": 32}
-            | {"max_window_layers": 1},
-            "has sliding_window = 32 in 1 of 2 layers, which is not supported with data.context",
+            | {"max_window_layers": 1, "longspan": {"attention": {"kind": "window", "window": 32}}},
+            "sliding_window = 32 and longspan disagree: keep one",
         ),
         (
             {"model_type": "qwen2", "layer_types": ["full_attention", "sliding_attention"]},

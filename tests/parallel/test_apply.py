@@ -158,6 +158,13 @@ PATTERNS = {
         "attention.window=20",
         "attention.sinks=3",
     ],
+    "3 window and 1 dilated": [
+        "model.layers=4",
+        'attention.layers=[{kind="window",repeat=3},{kind="dilated",dilation_rates=[1,4]}]',
+        "attention.segment_lengths=[16,64]",
+        "attention.window=20",
+        "attention.sinks=3",
+    ],
     "dilated block sparse": [
         "attention.kind=dilated_block_sparse",
         "attention.segment_lengths=[16,64]",
@@ -177,6 +184,7 @@ NO_BRANCHES = ["attention.segment_lengths=[]", "attention.dilation_rates=[]"]
         ("block sparse", ["layout.tensor=4"]),
         ("dilated block sparse", ["layout.tensor=4"]),
         ("dense with one key head", ["layout.sequence=2", "layout.pipeline=2"]),
+        ("3 window and 1 dilated", ["layout.tensor=2", "layout.pipeline=2"]),
         ("dense", ["layout.sequence=2", "layout.tensor=2", MEGATRON]),
     ],
     ids=ids,

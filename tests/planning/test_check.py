@@ -45,6 +45,17 @@ def run_of(world: int, *options: str) -> Run:
             ],
             9,
         ),
+        (
+            4,
+            [
+                "model.layers=4",
+                'attention.layers=[{kind="window",window=40,repeat=2},{kind="dense"},{}]',
+                "layout.pipeline=2",
+                "layout.sequence=2",
+                "train.global_batch=2",
+            ],
+            4,
+        ),
     ],
 )
 def test_the_plan_is_what_the_training_code_does(

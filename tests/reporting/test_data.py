@@ -20,7 +20,7 @@ from longspan.reporting.pictures import (
     Span,
     duration,
     layout_picture,
-    pattern_picture,
+    reaches,
     spans,
     timeline,
 )
@@ -224,7 +224,7 @@ def test_pictures_of_huge_runs_are_small() -> None:
     assert line is not None
     assert len(line) < 500_000
     attention = Attention(kind="dense")
-    assert pattern_picture(attention, 1 << 40, 8, 2).reach == [1 << 40] * 2
+    assert reaches(attention, 1 << 40, 8, 2) == [1 << 40] * 2
 
 
 def test_only_what_differs_is_in_the_difference() -> None:

@@ -17,6 +17,8 @@ from longspan.errors import UserError
 from longspan.reporting import Live, page_data, read_input, read_run, render
 from longspan.reporting.html import script_json, tag
 from longspan.reporting.page import bokeh_scripts
+from longspan.reporting.sections import attention
+from longspan.runfile import dump_run, load_run
 from tests.reporting.browser import needs_chromium, show
 from tests.reporting.runs import ONE_START, history, metrics, write_lines, write_run
 
@@ -229,10 +231,10 @@ def test_the_picture_of_a_pattern_is_that_of_its_mask() -> None:
     from longspan.attention import Dilated, picture
     from longspan.attention.pattern import reach
     from longspan.config import Attention
-    from longspan.reporting.pictures import pattern_picture
+    from longspan.reporting.pictures import pattern_picture, reaches
 
-    attention = Attention(kind="dilated", segment_lengths=(8, 64), dilation_rates=(1, 1))
-    found = pattern_picture(attention, 64, 2, 3)
+    dilated = Attention(kind="dilated", segment_lengths=(8, 64), dilation_rates=(1, 1))
+    found = pattern_picture(dilated, 64, 2)
     pattern = Dilated((8, 64), (1, 1))
     drawn = [["·"] * 64 for _ in range(64)]
     for x, y, width, shade in re.findall(
@@ -241,7 +243,20 @@ def test_the_picture_of_a_pattern_is_that_of_its_mask() -> None:
         for column in range(int(x), int(x) + int(width)):
             drawn[int(y)][column] = "█" if shade == "4" else "▒"
     assert "\n".join("".join(row) for row in drawn) == picture(pattern, 64)
-    assert found.reach == [reach([pattern] * n, 64, 2) for n in (1, 2, 3)]
+    assert reaches(dilated, 64, 2, 3) == [reach([pattern] * n, 64, 2) for n in (1, 2, 3)]
+
+
+def test_every_distinct_pattern_of_the_layers_is_drawn_once(tmp_path: Path) -> None:
+    window, layers = '{kind="window",window=9,repeat=2}', "model.layers=7"
+    run = load_run(None, [f'attention.layers=[{window},{{kind="dense"}}]', layers])
+    (tmp_path / "run.toml").write_text(dump_run(run))
+    found = attention(read_run(tmp_path))
+    assert found is not None
+    assert found.count("<svg") == 2
+    for text in ("In 2 of every 3 layers.", "In 1 of every 3 layers.", "Window attention over"):
+        assert text in found
+    assert found.count("Reach: tokens back") == 1
+    assert "Over 7 layers: 4,096 of 4,096 tokens." in found
 
 
 @needs_chromium

@@ -13,7 +13,7 @@ from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.functional import attend, choose_backend
 from longspan.attention.mask import Mask
 from longspan.attention.oracle import attend_oracle
-from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern, pattern_of
+from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern, pattern_of, patterns_of
 from longspan.attention.picture import picture, picture_svg
 from longspan.attention.window import Window
 
@@ -35,6 +35,7 @@ __all__ = [
     "choose_shards",
     "choose_strategy",
     "pattern_of",
+    "patterns_of",
     "picture",
     "picture_svg",
 ]

@@ -13,12 +13,14 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import cycle, islice
 
 import torch
 from torch import Tensor
 
 from longspan.checks import block_problem, branch_problems
-from longspan.config import Attention
+from longspan.config import Attention, LayerAttention
 from longspan.hashing import uniform
 
 
@@ -397,8 +399,21 @@ def _at_or_after(start: int, head: int, r: int) -> int:
     return start + (head - start) % r
 
 
+@lru_cache(maxsize=64)
+def patterns_of(attention: Attention, layers: int) -> tuple[Pattern, ...]:
+    """The pattern of each of a model's layers, by a run file's [attention] section."""
+    return tuple(islice(cycle(map(layer_pattern, attention.cycle)), layers))
+
+
 def pattern_of(attention: Attention) -> Pattern:
-    """The pattern of a run file's [attention] section."""
+    """The pattern of a run file's [attention] section, if all layers have the same."""
+    if attention.layers:
+        raise ValueError("attention.layers has a pattern per layer: use patterns_of")
+    return layer_pattern(attention)
+
+
+def layer_pattern(attention: LayerAttention) -> Pattern:
+    """The pattern of a layer."""
     if attention.kind == "dense":
         return Dense()
     if attention.kind == "window":

@@ -13,6 +13,9 @@ from longspan.config.attention import (
     DILATED_KEYS,
     WINDOW_KEYS,
     Attention,
+    LayerAttention,
+    RepeatedAttention,
+    attention_keys,
 )
 from longspan.config.data import Data
 from longspan.config.engine import Engine
@@ -48,6 +51,7 @@ __all__ = [
     "Data",
     "Engine",
     "Integer",
+    "LayerAttention",
     "Layers",
     "Layout",
     "Model",
@@ -55,6 +59,7 @@ __all__ = [
     "Positive",
     "Preset",
     "Profile",
+    "RepeatedAttention",
     "Rope",
     "Run",
     "Section",
@@ -64,6 +69,7 @@ __all__ = [
     "Track",
     "Train",
     "Width",
+    "attention_keys",
     "default_ffn",
 ]
 

@@ -28,7 +28,7 @@ class DecoderSpec:
     def rebuild(self) -> Decoder:
         return Decoder(
             self.model.config,
-            self.model.pattern,
+            self.model.patterns,
             self.model.context,
             has_documents=self.model.has_documents,
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from itertools import cycle, islice
 from typing import Any
 
 from longspan.config import Run
@@ -44,11 +45,21 @@ def hf_name(name: str) -> str:
     return f"{prefix}{HF_MODULES[module]}.{kind}"
 
 
-def is_window(run: Run) -> bool:
-    """Whether a run's attention is the sliding window that its family has in transformers."""
-    attention, families = run.attention, ("mistral", "qwen2", "qwen3")
-    is_plain = attention.sinks == 0 and attention.window_dilation <= 1
-    return attention.kind == "window" and is_plain and run.model.family in families
+def sliding_window(run: Run) -> int | None:
+    """The sliding window of a run's layers, if its family computes them in transformers.
+
+    Families of Qwen may have it in some layers, and dense attention in the others.
+    """
+    attention, family = run.attention, run.model.family
+    windows = {layer.window for layer in attention.cycle if layer.kind == "window"}
+    kinds = ("window", "dense") if family in ("qwen2", "qwen3") else ("window",)
+    is_plain = all(
+        layer.kind in kinds and layer.sinks == 0 and layer.window_dilation <= 1
+        for layer in attention.cycle
+    )
+    if len(windows) != 1 or not is_plain or family not in ("mistral", "qwen2", "qwen3"):
+        return None
+    return windows.pop()
 
 
 def hf_config(
@@ -94,16 +105,20 @@ def hf_config(
 
 def needs_longspan(run: Run) -> bool:
     """Whether transformers computes a run's attention only with `longspan.hf`."""
-    return run.attention.kind != "dense" and not is_window(run)
+    return run.attention.kinds != ("dense",) and sliding_window(run) is None
 
 
 def _window_fields(run: Run, start: FolderConfig | None) -> dict[str, Any]:
     family, is_qwen = run.model.family, run.model.family in ("qwen2", "qwen3")
     if family != "mistral" and not is_qwen:
         return {}
-    window = run.attention.window if is_window(run) else None
+    window, kinds = sliding_window(run), run.attention.kinds
     layers: dict[str, Any] = {"max_window_layers": 0}
-    if start and run.attention.kind == "dense" and not start.hides(run.data.context):
+    if len(kinds) > 1:
+        names = {"window": "sliding_attention", "dense": "full_attention"}
+        in_turn = islice(cycle(run.attention.cycle), run.model.layers)
+        layers["layer_types"] = [names.get(layer.kind) for layer in in_turn]
+    if start and kinds == ("dense",) and not start.hides(run.data.context):
         window = start.window
         layers = {"max_window_layers": start.first_window_layer}
         if start.layer_types is not None:

@@ -122,7 +122,7 @@ def export(
                 write_tokenizer(draft, tokenizer, run.data.context)
     except OSError as error:
         raise UserError(f"cannot export to {out}: {error.strerror or error}") from error
-    kind, notes = run.attention.kind, []
+    kind, notes = " and ".join(run.attention.kinds), []
     if needs_longspan(run):
         notes.append(f"for its {kind} attention, import longspan.hf before transformers loads it")
     if run.model.linear != "dense":

@@ -6,13 +6,13 @@ Shape suffixes: B batch, N tokens, H query heads, G key/value heads, D head_dim,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
-from longspan.attention import KVCache, Pattern, attend, pattern_of
+from longspan.attention import KVCache, Pattern, attend, patterns_of
 from longspan.config import Model, Run
 from longspan.costs import linear_sizes, rank_of
 from longspan.errors import UserError
@@ -109,17 +109,30 @@ def _linear(model: Model, block: int, name: str, in_features: int, out_features:
 
 class Decoder(nn.Module):
     def __init__(
-        self, model: Model, pattern: Pattern, context: int, *, has_documents: bool = False
+        self,
+        model: Model,
+        patterns: Pattern | Sequence[Pattern],
+        context: int,
+        *,
+        has_documents: bool = False,
     ) -> None:
-        """`has_documents`: whether `forward` will be given documents."""
+        """`patterns`: of each layer, or one for all; `has_documents`: whether `forward` will be
+        given documents.
+        """
         super().__init__()
-        self.config, self.pattern, self.context = model, pattern, context
+        if isinstance(patterns, Pattern):
+            patterns = [patterns] * model.layers
+        if len(patterns) != model.layers:
+            raise ValueError(
+                f"expected {model.layers} patterns, one per layer, got {len(patterns)}"
+            )
+        self.config, self.patterns, self.context = model, tuple(patterns), context
         self.has_documents = has_documents
         self.rope = RotaryEmbedding(model.head_dim, model.rope_theta_for(context), model.rope)
         self.positions: Tensor | None = None
         """Positions (tokens,) of this rank's tokens in the sequence, if ranks split it."""
         self.embedding = nn.Embedding(model.vocab, model.hidden)
-        self.blocks = nn.ModuleList(Block(model, pattern, i) for i in range(model.layers))
+        self.blocks = nn.ModuleList(Block(model, x, i) for i, x in enumerate(patterns))
         self.norm = _norm(model, model.hidden)
         # With tied embeddings there is no head, so that no weight is registered twice.
         self.head = (
@@ -224,7 +237,7 @@ def new_decoder(run: Run) -> Decoder:
     with torch.device("meta"):
         return Decoder(
             run.model,
-            pattern_of(run.attention),
+            patterns_of(run.attention, run.model.layers),
             run.data.context,
             has_documents=run.data.documents == "isolate",
         )

@@ -79,7 +79,7 @@ def parallelize(
     """
     stages = None
     if mesh.ranks["pipeline"] > 1:
-        flops = stage_flops(model.config, model.pattern, model.context)
+        flops = stage_flops(model.config, model.patterns, model.context)
         stages = plan_stages(layout, model.config.layers, flops, mesh.ranks["pipeline"])
         drop_remote_layers(model, stages, mesh["pipeline"].get_local_rank())
     if mesh.sequence_group is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from longspan.config import Layout
@@ -40,15 +41,48 @@ def plan_stages(layout: Layout, layers: int, flops: StageFlops, ranks: int) -> S
 def split_layers(layers: int, flops: StageFlops, stages: int) -> tuple[list[range], list[float]]:
     """The layers of each stage, and its FLOPs, such that the most expensive stage costs least."""
     counts = [1] * stages
-    costs = [flops.block] * stages
-    costs[0] += flops.embedding
-    costs[-1] += flops.head
-    for _ in range(layers - stages):  # all blocks cost the same, so adding greedily is optimal
-        cheapest = min(range(stages), key=costs.__getitem__)
-        counts[cheapest] += 1
-        costs[cheapest] += flops.block
+    if len(set(flops.blocks)) == 1:
+        costs = [flops.blocks[0]] * stages
+        costs[0] += flops.embedding
+        costs[-1] += flops.head
+        for _ in range(layers - stages):  # all blocks cost the same, so adding greedily is optimal
+            cheapest = min(range(stages), key=costs.__getitem__)
+            counts[cheapest] += 1
+            costs[cheapest] += flops.blocks[0]
+    else:
+        counts = _balanced_counts(flops, stages)
     ends = [sum(counts[: i + 1]) for i in range(stages)]
-    return [range(end - n, end) for n, end in zip(counts, ends, strict=True)], costs
+    found = [range(end - n, end) for n, end in zip(counts, ends, strict=True)]
+    return found, [_stage_cost(flops, x.start, x.stop) for x in found]
+
+
+def _stage_cost(flops: StageFlops, start: int, stop: int) -> float:
+    """FLOPs of a stage of the blocks [start, stop)."""
+    ends = flops.embedding * (start == 0) + flops.head * (stop == len(flops.blocks))
+    return sum(flops.blocks[start:stop]) + ends
+
+
+@lru_cache(maxsize=256)
+def _balanced_counts(flops: StageFlops, stages: int) -> list[int]:
+    """The number of blocks of each stage, by dynamic programming.
+
+    `best[n]` holds, for the first n blocks in so many stages, the cost of the most expensive stage,
+    the sum of squared costs, which decides between equal ones, and the number of blocks of each.
+    """
+    blocks = len(flops.blocks)
+    best: dict[int, tuple[float, float, list[int]]] = {0: (0.0, 0.0, [])}
+    for stage in range(stages):
+        longer: dict[int, tuple[float, float, list[int]]] = {}
+        for stop in range(stage + 1, blocks - (stages - 1 - stage) + 1):
+            candidates = []
+            for start, (most, squares, counts) in best.items():
+                if start < stop:
+                    cost = _stage_cost(flops, start, stop)
+                    here = max(most, cost), squares + cost * cost, [*counts, stop - start]
+                    candidates.append(here)
+            longer[stop] = min(candidates)
+        best = longer
+    return best[blocks][2]
 
 
 class Action(NamedTuple):

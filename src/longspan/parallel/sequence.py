@@ -19,7 +19,7 @@ def apply_sequence_parallel(model: Decoder, group: dist.ProcessGroup, tensor_ran
     """Let `model` take this rank's tokens of a sequence, which `tensor_ranks` ranks hold alike."""
     config, ranks = model.config, dist.get_world_size(group)
     heads = Heads(config.heads // tensor_ranks, config.kv_heads // tensor_ranks)
-    shards = choose_shards(model.pattern, model.context, ranks, heads)
+    shards = choose_shards(model.patterns, model.context, ranks, heads)
     if model.has_documents:
         shards = Shards.even(model.context, ranks)
     model.positions = shards.positions(dist.get_rank(group))

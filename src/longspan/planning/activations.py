@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from longspan.attention import BlockSparse, Dense, Dilated, Heads, pattern_of
+from longspan.attention import BlockSparse, Dense, Dilated, Heads, patterns_of
 from longspan.config import Run
 from longspan.constants import LOSS_CHUNK
 from longspan.costs import linear_sizes, rank_of
@@ -54,6 +54,7 @@ class Activations:
     def __init__(self, run: Run, degrees: Degrees) -> None:
         model, train, self._run, self._degrees = run.model, run.train, run, degrees
         tensor = degrees.tensor
+        self._patterns = patterns_of(run.attention, model.layers)
         self.tokens = train.micro_batch * -(-run.data.context // degrees.sequence)
         """Of a micro-batch on this rank."""
         self.width = 2 if train.precision in ("bf16", "fp16") else FP32
@@ -77,7 +78,9 @@ class Activations:
         self.ffn = model.ffn / tensor
 
     def block(self, block: int = 0) -> BlockActivations:
-        """The activations of a block; blocks differ only in the ranks of their linear layers."""
+        """The activations of a block; blocks differ in their patterns and the ranks of their linear
+        layers.
+        """
         mode, e = self._run.train.activation_checkpointing, self.width
         saved = self._saved(block)
         kept = {"none": saved, "selective": self._selective(block), "full": {}}[mode]
@@ -86,12 +89,14 @@ class Activations:
             recomputed += e * self.hidden  # the output of the last product is cached, and unused
         if mode != "none" and self.is_compiled:
             recomputed += FP32 * self.hidden  # the residual stream between attention and MLP
-        kept = {"block inputs": self.stream, **kept, **self._received()}
+        kept = {"block inputs": self.stream, **kept, **self._received(block)}
         # The gradients of gate and up are computed when that of their product is still there, and
         # the product itself is not.
         mlp = self.stream + recomputed + 2 * e * self.ffn
         attention = self.stream + recomputed - saved["MLP"] + 4 * e * self.queries + 8 * self.heads
-        workspace = max(mlp * self.tokens, attention * self.tokens + self.attention_workspace())
+        workspace = max(
+            mlp * self.tokens, attention * self.tokens + self.attention_workspace(block)
+        )
         sizes = {name: math.ceil(size * self.tokens) for name, size in kept.items()}
         if self._run.train.offload_activations:
             workspace, sizes = workspace + sum(sizes.values()), dict.fromkeys(sizes, 0)
@@ -152,30 +157,30 @@ class Activations:
         ranks = (rank_of(model, f"blocks.{block}.{name}", *size) for name, size in sizes)
         return per_layer * sum(ranks)
 
-    def _received(self) -> Table:
+    def _received(self, block: int) -> Table:
         """Keys and values from other ranks, which attention keeps when ranks split a sequence."""
         model, degrees = self._run.model, self._degrees
         if degrees.sequence == 1:
             return {}
         heads = Heads(model.heads // degrees.tensor, model.kv_heads // degrees.tensor)
-        pattern, context = pattern_of(self._run.attention), self._run.data.context
+        pattern, context = self._patterns[block], self._run.data.context
         if isinstance(pattern, Dilated) and pattern.blocks is None:
             # At most what a shard at the end of every branch's segment receives.
             local = -(-context // degrees.sequence)
             rows = sum(max(0, min(w, context) - local) / r for w, r in pattern.branches)
             return {"received keys and values": self.width * 2 * self.keys * rows / local}
-        found = exchanges(pattern, context, degrees.sequence, heads, None)
+        found = exchanges(pattern, self._patterns, context, degrees.sequence, heads, None)
         if not found or found[0][2].startswith("keys and values of a round"):
             return {}  # all keys are local, or pass through in rounds
         vectors = found[0][0] if found[0][3] else 2 * found[0][0] + 2 * found[1][0]
         size = self.width * self._run.train.micro_batch * model.head_dim * vectors
         return {"received keys and values": size / self.tokens}
 
-    def attention_workspace(self) -> int:
-        """Buffers of the attention kernels on a GPU, at the peak of the backward pass."""
+    def attention_workspace(self, block: int) -> int:
+        """Buffers of a block's attention kernels on a GPU, at the peak of the backward pass."""
         if self.on_cpu:
             return 0
-        pattern, train = pattern_of(self._run.attention), self._run.train
+        pattern, train = self._patterns[block], self._run.train
         tokens, vector = self.tokens // train.micro_batch, train.micro_batch * self.queries
         blocks = pattern.blocks if isinstance(pattern, Dilated) else pattern
         if isinstance(pattern, Dense):

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from longspan.attention import Heads, Mask, choose_shards
-from longspan.attention.context_parallel.kv_exchange import plan_exchange
+from longspan.attention.context_parallel.kv_exchange import KVExchange, plan_exchange
 from longspan.attention.context_parallel.sharded import strategy_of
 from longspan.attention.context_parallel.sparse_kv import receive_rows
 from longspan.config import Layout, Run, Train
@@ -156,7 +156,7 @@ def _fewer(run: Run, degrees: Degrees) -> Run:
     """The run with fewer layers and micro-batches, which are all the same."""
     stages = degrees.pipeline * run.layout.stages_per_rank
     layers = run.model.layers
-    if not blocks_differ(run.model):
+    if not blocks_differ(run):
         layers = min(layers, BLOCKS_PER_STAGE * stages)
     samples = run.train.micro_batch * degrees.data
     least = degrees.pipeline if degrees.pipeline > 1 else MICRO_BATCHES
@@ -218,17 +218,17 @@ def _only_exchange(model: Decoder, run: Run, mesh: ParallelMesh) -> None:
     if mesh.sequence_group is None:
         return
     heads = Heads(*(n // mesh.ranks["tensor"] for n in (run.model.heads, run.model.kv_heads)))
-    shards = choose_shards(model.pattern, model.context, mesh.ranks["sequence"], heads)
-    if strategy_of(Mask(model.pattern), shards, heads, has_kernels=True).name != "sparse_kv":
-        return
+    shards = choose_shards(model.patterns, model.context, mesh.ranks["sequence"], heads)
     group = mesh.sequence_group
     rank = dist.get_rank(group)
-    exchange = plan_exchange(model.pattern, shards, rank, heads, True, CPU)
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+    def attend(exchange: KVExchange, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
         k_rows, v_rows = receive_rows(k, v, exchange, group.group_name)
         return q + k_rows.sum() + v_rows.sum()
 
     for module in model.modules():
         if isinstance(module, SelfAttention):
-            module.attend = attend
+            mask = Mask(module.pattern)
+            if strategy_of(mask, shards, heads, has_kernels=True).name == "sparse_kv":
+                exchange = plan_exchange(module.pattern, shards, rank, heads, True, CPU)
+                module.attend = partial(attend, exchange)

@@ -13,11 +13,11 @@ Sequence parallelism exchanges what the pattern says (`attention.context_paralle
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import pairwise
 
-from longspan.attention import Heads, Mask, Pattern, Shards, choose_shards, pattern_of
+from longspan.attention import Heads, Mask, Pattern, Shards, choose_shards
 from longspan.attention.context_parallel.kv_exchange import remote_row_counts, remote_rows
 from longspan.attention.context_parallel.ring import ring_schedule
 from longspan.attention.context_parallel.sharded import strategy_of
@@ -132,34 +132,47 @@ def sequence_traffic(step: Step, sequence_rank: int | None) -> Iterator[Traffic]
         return
     tensor = step.ranks.tensor
     heads = Heads(model.heads // tensor, model.kv_heads // tensor)
-    pattern, context = pattern_of(step.run.attention), step.run.data.context
+    patterns, context = step.parts.patterns, step.run.data.context
     vector = step.width * step.run.train.micro_batch * model.head_dim
-    calls = sum(copies for _, copies in step.blocks()) * step.micro_batches
-    for vectors, times, purpose, is_sparse in exchanges(
-        pattern, context, ranks, heads, sequence_rank
-    ):
-        yield Traffic(
-            "sequence",
-            "all_to_all",
-            ranks,
-            vector * vectors,
-            times * calls,
-            purpose,
-            overlaps=is_sparse,
-            is_sparse=is_sparse,
-        )
+    for block, copies in step.blocks():
+        for vectors, times, purpose, is_sparse in exchanges(
+            patterns[block], patterns, context, ranks, heads, sequence_rank
+        ):
+            yield Traffic(
+                "sequence",
+                "all_to_all",
+                ranks,
+                vector * vectors,
+                times * copies * step.micro_batches,
+                purpose,
+                overlaps=is_sparse,
+                is_sparse=is_sparse,
+            )
 
 
-@lru_cache(maxsize=256)
 def exchanges(
-    pattern: Pattern, context: int, ranks: int, heads: Heads, rank: int | None
+    pattern: Pattern,
+    patterns: Sequence[Pattern],
+    context: int,
+    ranks: int,
+    heads: Heads,
+    rank: int | None,
 ) -> tuple[tuple[int, int, str, bool], ...]:
-    """What attention exchanges in one layer, forward and backward, for one sequence.
+    """What attention exchanges in a layer with `pattern`, forward and backward, for one sequence.
 
+    `patterns` are those of all layers, which decide how the sequence is split.
     Each entry: vectors of head_dim elements, calls, what they are, and whether none of them stays
     on the rank. `rank` None is the one that communicates most.
     """
-    shards = choose_shards(pattern, context, ranks, heads)
+    shards = choose_shards(patterns, context, ranks, heads)
+    return _exchanges(pattern, shards, heads, rank)
+
+
+@lru_cache(maxsize=256)
+def _exchanges(
+    pattern: Pattern, shards: Shards, heads: Heads, rank: int | None
+) -> tuple[tuple[int, int, str, bool], ...]:
+    ranks = shards.ranks
     strategy = strategy_of(Mask(pattern, True), shards, heads, has_kernels=True).name
     if strategy == "local":
         return ()

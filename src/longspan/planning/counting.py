@@ -22,7 +22,7 @@ from longspan.parallel.mesh import ParallelMesh, init_parameter_mesh
 from longspan.parallel.parameters import named_parameters
 from longspan.parallel.world import World
 from longspan.planning.fake_world import fake_world
-from longspan.planning.parameters import ModelSplit, RankParameter, blocks_differ
+from longspan.planning.parameters import ModelSplit, RankParameter, parameters_differ
 from longspan.sketching import SKLinear
 
 
@@ -59,7 +59,7 @@ def _fewer_layers(run: Run, gpus: int) -> tuple[Run, list[tuple[int, int]]]:
     Building blocks takes most of the time. Also returns, for each block of it, the first block of
     `run` that it stands for, and how many.
     """
-    if blocks_differ(run.model):
+    if parameters_differ(run.model):
         return run, [(block, 1) for block in range(run.model.layers)]
     stages = ModelSplit(run, gpus).stages
     layers = [range(run.model.layers)] if stages is None else stages.layers

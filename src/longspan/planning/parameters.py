@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import groupby
 from typing import NamedTuple
 
-from longspan.attention import pattern_of
+from longspan.attention import Pattern, patterns_of
 from longspan.config import Layout, Model, Run
 from longspan.costs import linear_sizes, rank_of
 from longspan.flops import stage_flops
@@ -79,11 +80,13 @@ class ModelSplit:
 
     def __init__(self, run: Run, gpus: int) -> None:
         self.run, self.gpus, self.degrees = run, gpus, Degrees.of(run.layout, gpus)
+        self.patterns = patterns_of(run.attention, run.model.layers)
         self.stages: StagePlan | None = None
         if self.degrees.pipeline > 1:
-            flops = stage_flops(run.model, pattern_of(run.attention), run.data.context)
+            flops = stage_flops(run.model, self.patterns, run.data.context)
             self.stages = plan_stages(run.layout, run.model.layers, flops, self.degrees.pipeline)
-        self._blocks_differ = blocks_differ(run.model)
+        self._kinds = _block_kinds(run)
+        self._parameters_differ = parameters_differ(run.model)
 
     def first_rank(self, stage: int) -> int:
         """The first rank at an index of the pipeline axis; no other there has larger shards."""
@@ -103,9 +106,17 @@ class ModelSplit:
         return 0 in held, self.stages.last in held
 
     def blocks(self, stage: int) -> list[tuple[int, int]]:
-        """Blocks of a pipeline rank, and how many of it are the same as each."""
+        """Blocks of a pipeline rank in order, and how many from each on are the same."""
+        return [
+            (same[0], len(same))
+            for layers in self.layers(stage)
+            for same in (list(x) for _, x in groupby(layers, self._kinds.__getitem__))
+        ]
+
+    def _parameter_blocks(self, stage: int) -> list[tuple[int, int]]:
+        """Like `blocks`, of blocks whose parameters are the same."""
         layers = self.layers(stage)
-        if self._blocks_differ:
+        if self._parameters_differ:
             return [(block, 1) for blocks in layers for block in blocks]
         return [(blocks[0], len(blocks)) for blocks in layers]
 
@@ -131,7 +142,7 @@ class ModelSplit:
         if self.run.model.linear != "sketched":
             return 0
         total = 0
-        for block, copies in self.blocks(stage):
+        for block, copies in self._parameter_blocks(stage):
             shapes = block_shapes(self.run.model, block).items()
             factors = [math.prod(shape) for name, shape in shapes if name.endswith((".s1", ".s2"))]
             packed = sum(-(-size // self.degrees.tensor // 8) for size in factors)
@@ -145,7 +156,7 @@ class ModelSplit:
         matrix = (model.vocab, model.hidden)
         if has_embedding:
             yield "embedding.weight", matrix, 1
-        for block, copies in self.blocks(stage):
+        for block, copies in self._parameter_blocks(stage):
             for name, shape in block_shapes(model, block).items():
                 yield f"blocks.{block}.{name}", shape, copies
         if has_head:
@@ -197,16 +208,29 @@ def block_shapes(model: Model, block: int) -> dict[str, Shape]:
     return shapes
 
 
-def blocks_differ(model: Model) -> bool:
-    """Whether blocks differ in the ranks of their linear layers."""
-    if model.linear == "dense":
-        return False
-    sizes = linear_sizes(model).items()
-    kinds = {
-        tuple(rank_of(model, f"blocks.{block}.{name}", *size) for name, size in sizes)
+def _block_kinds(run: Run) -> list[tuple[Pattern, Shape]]:
+    """What blocks may differ in, of each: the pattern, and the ranks of their linear layers."""
+    patterns = patterns_of(run.attention, run.model.layers)
+    return list(zip(patterns, _linear_ranks(run.model), strict=True))
+
+
+def _linear_ranks(model: Model) -> list[Shape]:
+    """The ranks of the linear layers of each block; none if all are dense."""
+    sizes = {} if model.linear == "dense" else linear_sizes(model)
+    return [
+        tuple(rank_of(model, f"blocks.{block}.{name}", *size) for name, size in sizes.items())
         for block in range(model.layers)
-    }
-    return len(kinds) > 1
+    ]
+
+
+def blocks_differ(run: Run) -> bool:
+    """Whether blocks differ in anything that a plan depends on."""
+    return len(set(_block_kinds(run))) > 1
+
+
+def parameters_differ(model: Model) -> bool:
+    """Whether blocks differ in the shapes of their parameters."""
+    return len(set(_linear_ranks(model))) > 1
 
 
 def _chunk(size: int, ranks: int, rank: int) -> int:

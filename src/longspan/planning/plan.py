@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from typing import Any
 
-from longspan.attention import pattern_of
+from longspan.attention import patterns_of
 from longspan.config import Run, Sketch
 from longspan.costs import checkpoint_bytes, count_parameters
 from longspan.derived import derived_values
@@ -154,7 +154,9 @@ def plan(run: Run, gpus: int, device: Device | None = None, tokens: int | None =
         run = run.model_copy(update={"train": train})
     parameters = count_parameters(run.model)
     context, ranks = run.data.context, run.layout.resolve(gpus)
-    matrices, attention = flops_per_sample(run.model, pattern_of(run.attention), context)
+    matrices, attention = flops_per_sample(
+        run.model, patterns_of(run.attention, run.model.layers), context
+    )
     return Plan(
         gpus=gpus,
         precision=run.train.precision,
@@ -183,7 +185,8 @@ def _alternative(run: Run, gpus: int, linear: str, fraction: Fraction) -> Altern
     # Megatron-style sequence parallelism is supported with dense layers only.
     layout = run.layout.model_copy(update={"megatron_sequence_parallel": False})
     other = run.model_copy(update={"model": model, "layout": layout})
-    flops = flops_per_sample(model, pattern_of(run.attention), run.data.context)
+    patterns = patterns_of(run.attention, model.layers)
+    flops = flops_per_sample(model, patterns, run.data.context)
     return Alternative(
         linear=linear,
         fraction=str(fraction),

@@ -8,12 +8,13 @@ stages are those of the training code.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from longspan.attention.pattern import Dense, Dilated, Pattern, pattern_of
+from longspan.attention.pattern import Dense, Dilated, Pattern, patterns_of
 from longspan.config import Layout, Model, Run
 from longspan.costs import count_parameters, linear_sizes, rank_of
 from longspan.errors import UserError
@@ -104,16 +105,20 @@ def with_precision(run: Run, device: Device) -> Run:
 def compute_time(run: Run, gpus: int, device: Device, rates: RunRates) -> RunTime:
     """`predict` without what ranks wait for each other's collectives: a lower bound."""
     shape = _Shape(run, gpus, device)
-    layer, head = _layer(run, shape, device, rates), _head(run, shape, device, rates)
-    layer_s, head_s = sum(layer.values()), sum(head.values())
-    model, count = run.model, shape.micro_batches
-    on_ranks = _layers_on_ranks(run.layout, model, shape.flops, shape.ranks["pipeline"])
-    times = [n * layer_s + has_head * head_s for n, has_head in on_ranks]
+    model, count, copies = run.model, shape.micro_batches, Counter(shape.patterns)
+    layers = {pattern: _layer(run, shape, device, rates, pattern) for pattern in copies}
+    layer_s = {pattern: sum(parts.values()) for pattern, parts in layers.items()}
+    head = _head(run, shape, device, rates)
+    times = [
+        sum(n * layer_s[pattern] for pattern, n in held.items()) + has_head * sum(head.values())
+        for held, has_head in _layers_on_ranks(run.layout, shape)
+    ]
     mean, slowest = sum(times) / len(times), max(times)
     # The parts of the average rank; the slowest one's surplus is waited for like the bubble.
-    parts = {name: count * model.layers / len(times) * s for name, s in layer.items()}
-    for name, seconds in head.items():
-        parts[name] = parts.get(name, 0.0) + count * seconds / len(times)
+    parts: dict[str, float] = {}
+    for n, of_part in [*((copies[pattern], layers[pattern]) for pattern in copies), (1, head)]:
+        for name, seconds in of_part.items():
+            parts[name] = parts.get(name, 0.0) + count * n / len(times) * seconds
     parts["pipeline bubble"] = count * (slowest - mean)
     parts["pipeline bubble"] += _bubble(run.layout, len(times)) * slowest
     parts["optimizer"], parts["offload"] = _step_end(run, shape, device, rates)
@@ -123,7 +128,7 @@ def compute_time(run: Run, gpus: int, device: Device, rates: RunRates) -> RunTim
         device=device,
         gpus=gpus,
         step_tokens=run.train.global_batch * context,
-        flops=run.train.global_batch * sum(flops_per_sample(model, shape.pattern, context)),
+        flops=run.train.global_batch * sum(flops_per_sample(model, shape.patterns, context)),
         peak=shape.peak,
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
     )
@@ -149,8 +154,8 @@ class _Shape:
         """Of a micro-batch on a rank."""
         data = ranks["replicate"] * ranks["shard"]
         self.micro_batches = train.global_batch // (train.micro_batch * data)
-        self.pattern = pattern_of(run.attention)
-        self.flops = stage_flops(model, self.pattern, run.data.context)
+        self.patterns = patterns_of(run.attention, model.layers)
+        self.flops = stage_flops(model, self.patterns, run.data.context)
         is_cpu = device.name == "cpu"
         precision = train.precision
         peak = device.peak(precision)
@@ -167,13 +172,15 @@ class _Shape:
         """That the optimizer of a rank updates."""
 
 
-def _layer(run: Run, shape: _Shape, device: Device, rates: RunRates) -> dict[str, float]:
-    """Seconds of one block and micro-batch, forward and backward, by part."""
+def _layer(
+    run: Run, shape: _Shape, device: Device, rates: RunRates, pattern: Pattern
+) -> dict[str, float]:
+    """Seconds of a block with `pattern` and a micro-batch, forward and backward, by part."""
     model, train, tokens = run.model, run.train, shape.tokens
     forward, backward = _matmuls(model, tokens, shape.tensor, shape.peak, rates)
     samples = train.micro_batch / (shape.ranks["sequence"] * shape.tensor)
-    flops = samples * attention_flops(model, shape.pattern, run.data.context)
-    attention = flops / (shape.peak * attention_rate(shape.pattern, model.head_dim, rates))
+    flops = samples * attention_flops(model, pattern, run.data.context)
+    attention = flops / (shape.peak * attention_rate(pattern, model.head_dim, rates))
     bandwidth = device.bandwidth * rates.bandwidth
     traffic = _block_bytes(run, shape) * rates.block_traffic / bandwidth
     if not shape.is_compiled:
@@ -257,23 +264,30 @@ def _head(run: Run, shape: _Shape, device: Device, rates: RunRates) -> dict[str,
     return {"loss": products + moved / bandwidth}
 
 
-def _layers_on_ranks(
-    layout: Layout, model: Model, flops: StageFlops, pipeline: int
-) -> Sequence[tuple[int, bool]]:
-    """Of each pipeline rank: how many layers it has, and whether it has the head."""
+def _layers_on_ranks(layout: Layout, shape: _Shape) -> Sequence[tuple[Mapping[Pattern, int], bool]]:
+    """Of each pipeline rank: its number of layers by pattern, and whether it has the head."""
+    pipeline = shape.ranks["pipeline"]
     if pipeline == 1:
-        return [(model.layers, True)]
-    return _stages(layout.schedule, layout.virtual_stages, model.layers, flops, pipeline)
+        return [(Counter(shape.patterns), True)]
+    settings = layout.schedule, layout.virtual_stages
+    return _stages(*settings, shape.patterns, shape.flops, pipeline)
 
 
 @lru_cache(maxsize=4096)
 def _stages(
-    schedule: Any, virtual_stages: int, layers: int, flops: StageFlops, pipeline: int
-) -> Sequence[tuple[int, bool]]:
+    schedule: Any,
+    virtual_stages: int,
+    patterns: tuple[Pattern, ...],
+    flops: StageFlops,
+    pipeline: int,
+) -> Sequence[tuple[Mapping[Pattern, int], bool]]:
     layout = Layout(schedule=schedule, virtual_stages=virtual_stages)
-    plan = plan_stages(layout, layers, flops, pipeline)
+    plan = plan_stages(layout, len(patterns), flops, pipeline)
     return [
-        (sum(len(plan.layers[stage]) for stage in stages), plan.last in stages)
+        (
+            Counter(patterns[layer] for stage in stages for layer in plan.layers[stage]),
+            plan.last in stages,
+        )
         for stages in plan.by_rank
     ]
 

@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from longspan.config import BLOCK_SPARSE, Attention, Run
+from longspan.config import BLOCK_SPARSE, Attention, LayerAttention, Run
 from longspan.reporting.html import Html, tag
 from longspan.wording import counted
 
@@ -225,11 +225,12 @@ def stage_texts(run: Run, pipeline: int) -> list[str]:
     """What each pipeline rank holds, in words; none if there is one."""
     if pipeline == 1 or run.model.factory:
         return [f"pipeline rank {rank}" for rank in range(pipeline)] if pipeline > 1 else []
-    from longspan.attention.pattern import pattern_of  # loads torch
+    from longspan.attention.pattern import patterns_of  # loads torch
     from longspan.flops import stage_flops
     from longspan.parallel.pipeline_schedule import plan_stages
 
-    flops = stage_flops(run.model, pattern_of(run.attention), run.data.context)
+    patterns = patterns_of(run.attention, run.model.layers)
+    flops = stage_flops(run.model, patterns, run.data.context)
     plan = plan_stages(run.layout, run.model.layers, flops, pipeline)
     texts = []
     for rank, stages in enumerate(plan.by_rank):
@@ -244,19 +245,17 @@ def stage_texts(run: Run, pipeline: int) -> list[str]:
 
 @dataclass(frozen=True)
 class PatternPicture:
-    """An attention pattern: its picture, the share of pairs it keeps, its reach by layer."""
+    """An attention pattern: its picture, and the share of pairs it keeps."""
 
     svg: Html
     density: float
     """Query-key pairs as a fraction of those of dense causal attention."""
-    reach: list[int]
-    """How far back the last token depends on tokens, over 1, 2, … layers."""
     position_step: int
     """Tokens per cell."""
 
 
 @lru_cache(maxsize=32)
-def pattern_picture(attention: Attention, context: int, heads: int, layers: int) -> PatternPicture:
+def pattern_picture(attention: LayerAttention, context: int, heads: int) -> PatternPicture:
     """Draw what the queries of head 0 see: rows are queries, columns keys, darker is more often.
 
     A cell stands for many positions: those are looked up that every branch of head 0 keeps, or the
@@ -264,9 +263,9 @@ def pattern_picture(attention: Attention, context: int, heads: int, layers: int)
     """
     import torch  # a pattern is defined by tensors
 
-    from longspan.attention.pattern import Dense, pattern_of, reach
+    from longspan.attention.pattern import Dense, layer_pattern
 
-    pattern = pattern_of(attention)
+    pattern = layer_pattern(attention)
     cells = min(CELLS, context)
     unit = math.lcm(*attention.dilation_rates) if attention.dilation_rates else 1
     if attention.kind in ("dense", "window"):
@@ -294,8 +293,16 @@ def pattern_picture(attention: Attention, context: int, heads: int, layers: int)
     blocks = -(-context // attention.block_size)
     is_small = attention.kind not in BLOCK_SPARSE or blocks <= 1 << 13  # blocks are counted
     kept = pattern.pairs(context, heads, is_causal=True) if is_small else math.nan
-    reaches = [reach([pattern] * n, context, heads) for n in range(1, min(layers, 64) + 1)]
-    return PatternPicture(_mask_svg(shade, most), kept / dense, reaches, -(-context // cells))
+    return PatternPicture(_mask_svg(shade, most), kept / dense, -(-context // cells))
+
+
+@lru_cache(maxsize=32)
+def reaches(attention: Attention, context: int, heads: int, layers: int) -> list[int]:
+    """How far back the last token depends on tokens, over the first 1, 2, … layers."""
+    from longspan.attention.pattern import patterns_of, reach  # loads torch
+
+    patterns = patterns_of(attention, min(layers, 64))
+    return [reach(patterns[:n], context, heads) for n in range(1, len(patterns) + 1)]
 
 
 def _mask_svg(shade: Sequence[Sequence[float]], most: float) -> Html:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
+from longspan.config import DILATED, LayerAttention
 from longspan.errors import UserError
 from longspan.reporting.data import ResultData, RunData
 from longspan.reporting.html import Child, Html, join, table, tag
@@ -15,6 +16,7 @@ from longspan.reporting.pictures import (
     duration,
     layout_picture,
     pattern_picture,
+    reaches,
     tiles_of,
     timeline,
 )
@@ -24,6 +26,8 @@ from longspan.reporting.text import GIB, MAX_ROWS, NONE, capital, note, plain
 from longspan.wording import counted, toml_value
 
 MAX_EVENTS = 500
+MAX_PATTERNS = 8
+"""Attention patterns that are drawn, those of most layers."""
 BY_POSITION = "loss_by_position/"
 """Begins the names of the metrics that training writes for ranges of positions."""
 
@@ -309,47 +313,57 @@ def attention(run: RunData) -> Html | None:
     if run.run is None or run.run.model.factory:
         return None
     file, context = run.run, run.run.data.context
+    layers = file.model.layers
+    cycle = file.attention.cycle
+    drawn = Counter(cycle)
     try:
-        found = pattern_picture(file.attention, context, file.model.heads, file.model.layers)
+        found = {
+            pattern: pattern_picture(pattern, context, file.model.heads)
+            for pattern, _ in drawn.most_common(MAX_PATTERNS)
+        }
+        reach = reaches(file.attention, context, file.model.heads, layers)
     except (ValueError, MemoryError) as error:
         return note(f"The pattern cannot be drawn: {error}")
-    kept = f" It keeps {100 * found.density:.3g}% of dense attention's pairs of tokens." * (
-        file.attention.kind != "dense" and math.isfinite(found.density)
-    )
-    branches = ""
-    if file.attention.kind.startswith("dilated"):
-        pairs = zip(file.attention.segment_lengths, file.attention.dilation_rates, strict=True)
-        listed = ", ".join(f"{w:,}/{r}" for w, r in pairs)
-        branches = f" Branches (segment length / dilation rate): {listed}."
     bars = [
         meter(counted(layer + 1, "layer"), tokens / context, f"{tokens:,}")
-        for layer, tokens in enumerate(found.reach)
-        if layer < 4 or layer == len(found.reach) - 1 or tokens != found.reach[layer - 1]
+        for layer, tokens in enumerate(reach)
+        if layer < 4 or layer == len(reach) - 1 or tokens != reach[layer - 1]
     ][:12]
-    reach = found.reach[-1]
-    warning = "" if reach == context else " Nothing earlier can influence it."
-    words = tag(
-        "div",
-        tag(
-            "p",
-            f"{capital(file.attention.kind.replace('_', ' '))} attention over "
-            f"{context:,} tokens.{branches}{kept}",
-        ),
-        tag(
-            "p",
-            f"Rows are queries, columns are keys, both in steps of "
-            f"{counted(found.position_step, 'token')}; darker is seen by more branches (head 0).",
-            class_="note",
-        ),
-        tag("h4", "Reach: tokens back that the last token depends on"),
-        bars,
-        tag(
-            "p",
-            f"Over {counted(file.model.layers, 'layer')}: {reach:,} of {context:,} tokens."
-            f"{warning}",
-        ),
+    warning = "" if reach[-1] == context else " Nothing earlier can influence it."
+    over = f"Over {counted(layers, 'layer')}: {reach[-1]:,} of {context:,} tokens.{warning}"
+    rows = list[Html]()
+    for pattern, picture in found.items():
+        words = [_pattern_words(pattern, picture.density, context)]
+        if len(cycle) > 1:
+            words.append(tag("p", f"In {drawn[pattern]} of every {len(cycle)} layers."))
+        step = counted(picture.position_step, "token")
+        words.append(
+            tag(
+                "p",
+                f"Rows are queries, columns are keys, both in steps of {step}; darker is seen by "
+                "more branches (head 0).",
+                class_="note",
+            )
+        )
+        if len(rows) == len(found) - 1:
+            title = tag("h4", "Reach: tokens back that the last token depends on")
+            words += [title, *bars, tag("p", over)]
+        frame = tag("div", picture.svg, class_="frame")
+        rows.append(tag("div", frame, tag("div", words), class_="pattern"))
+    return join(rows)
+
+
+def _pattern_words(pattern: LayerAttention, density: float, context: int) -> Html:
+    kept = f" It keeps {100 * density:.3g}% of dense attention's pairs of tokens." * (
+        pattern.kind != "dense" and math.isfinite(density)
     )
-    return tag("div", tag("div", found.svg, class_="frame"), words, class_="pattern")
+    branches = ""
+    if pattern.kind in DILATED:
+        pairs = zip(pattern.segment_lengths, pattern.dilation_rates, strict=True)
+        listed = ", ".join(f"{w:,}/{r}" for w, r in pairs)
+        branches = f" Branches (segment length / dilation rate): {listed}."
+    kind = capital(pattern.kind.replace("_", " "))
+    return tag("p", f"{kind} attention over {context:,} tokens.{branches}{kept}")
 
 
 # Configuration and environment

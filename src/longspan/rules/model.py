@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from fnmatch import fnmatchcase
-from itertools import chain
 
 from longspan.checks import block_problem, branch_problems
 from longspan.config import (
@@ -15,10 +14,12 @@ from longspan.config import (
     WINDOW_KEYS,
     Attention,
     Data,
+    LayerAttention,
     Model,
     Rope,
     Sketch,
     Train,
+    attention_keys,
 )
 from longspan.costs import linear_sizes
 from longspan.rules.problem import Problem, Problems
@@ -118,21 +119,42 @@ def sketch_rules(model: Model) -> Problems:
 
 
 def attention_rules(attention: Attention) -> Problems:
+    if not attention.layers:
+        yield from _pattern_rules(attention, "attention")
+        return
+    used = {key for kind in attention.kinds for key in attention_keys(kind)}
+    for key in (*DILATED_KEYS, *BLOCK_SPARSE_KEYS, *WINDOW_KEYS):
+        if getattr(attention, key) and key not in used:
+            message = "has no effect, as no table of attention.layers has a kind that uses it"
+            yield Problem(f"attention.{key}", f"{message}: remove it")
+    for index, layer in enumerate(attention.layers):
+        yield from _pattern_rules(layer, f"attention.layers.{index}")
+
+
+def _pattern_rules(attention: LayerAttention, path: str) -> Problems:
     kind = attention.kind
-    keys = (DILATED, DILATED_KEYS), (BLOCK_SPARSE, BLOCK_SPARSE_KEYS), (("window",), WINDOW_KEYS)
-    for key in chain.from_iterable(keys for kinds, keys in keys if kind not in kinds):
-        if getattr(attention, key):
-            message = f'has no effect with attention.kind = "{kind}": remove it'
-            yield Problem(f"attention.{key}", message)
+    for key in (*DILATED_KEYS, *BLOCK_SPARSE_KEYS, *WINDOW_KEYS):
+        if getattr(attention, key) and key not in attention_keys(kind):
+            message = f'has no effect with {path}.kind = "{kind}": remove it'
+            yield Problem(f"{path}.{key}", message)
     if kind in DILATED:
         for message in branch_problems(attention.segment_lengths, attention.dilation_rates):
-            yield Problem("attention.segment_lengths", message)
+            yield Problem(f"{path}.segment_lengths", message)
     if kind == "window" and not attention.window:
-        yield Problem("attention.window", "expected at least 1 token, got 0: set it")
+        yield Problem(f"{path}.window", "expected at least 1 token, got 0: set it")
     if kind in BLOCK_SPARSE:
         for key in ("local_window", "global_tokens"):
             if problem := block_problem(getattr(attention, key), attention.block_size):
-                yield Problem(f"attention.{key}", problem)
+                yield Problem(f"{path}.{key}", problem)
+
+
+def layers_rules(model: Model, attention: Attention) -> Problems:
+    if attention.layers and (count := len(attention.cycle)) > model.layers:
+        yield Problem(
+            "attention.layers",
+            f"describes {count} layers, but model.layers is {model.layers}: remove tables or lower "
+            "their repeat",
+        )
 
 
 def init_from_rules(model: Model, train: Train) -> Problems:

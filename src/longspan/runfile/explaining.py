@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from longspan.config import AUTO, SECTIONS, Section
+from longspan.config import AUTO, SECTIONS, RepeatedAttention, Section
 from longspan.rules import Problem
 from longspan.runfile.reading import parse_value
 from longspan.wording import counted, did_you_mean, toml_value
@@ -64,6 +64,8 @@ def explain(
     applies = "without the override it is" if (key, loc[0]) in replaced else "the default is"
     while len(loc) > 1 and isinstance(inner := getattr(otherwise, loc[0]), Section):
         otherwise, loc = inner, loc[1:]  # a nested table
+    if (key, loc[0]) == ("attention", "layers") and len(loc) > 2:
+        otherwise, loc = RepeatedAttention(), loc[2:]  # one of a list of tables
     fields = type(otherwise).model_fields
     if detail["type"] == "extra_forbidden":
         hint = did_you_mean(loc[0], fields) or f"; it has {', '.join(fields)}"

@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from longspan import presets
 from longspan.builtin import follow, read_builtin
-from longspan.config import AUTO, AXES, DILATED, SECTIONS, Data, Model, Run, Section
+from longspan.config import AUTO, AXES, DILATED, DILATED_KEYS, SECTIONS, Data, Model, Run, Section
 from longspan.errors import UserError
 from longspan.from_folder import fill_from_folder, folder_key
 from longspan.progress import loading
@@ -174,8 +174,15 @@ def _fill_branches(tables: dict[str, Any]) -> dict[str, Any]:
     model, attention, data = (tables.get(key, {}) for key in ("model", "attention", "data"))
     if not all(isinstance(table, Mapping) for table in (model, attention, data)):
         return tables
-    has_branches = {"segment_lengths", "dilation_rates"} & set(attention)
-    if attention.get("kind", "dilated") not in DILATED or has_branches:
+    layers = attention.get("layers") or [{}]
+    layers = layers if isinstance(layers, list | tuple) else [{}]
+    needs_branches = any(
+        {"kind": "dilated", **attention, **layer}["kind"] in DILATED
+        and not set(DILATED_KEYS) & {*attention, *layer}
+        for layer in layers
+        if isinstance(layer, Mapping)
+    )
+    if not needs_branches:
         return tables
     try:
         context = Data.model_validate({"context": data.get("context", Data().context)}).context

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from longspan.attention import pattern_of
+from longspan.attention import patterns_of
 from longspan.attention.packed import Packed
 from longspan.config import Run
 from longspan.costs import count_parameters
@@ -64,10 +64,14 @@ class DecoderTask:
         return DecoderEvaluation(engine, self.source, self._run.train, device, mesh, precision)
 
     def meter(self, device: torch.device, step: int, world: int) -> Meter:
-        patterns = [pattern_of(self._run.attention)]
+        patterns = patterns_of(self._run.attention, self._run.model.layers)
+        samples = [patterns]
         if isinstance(self.source, PackedSource):
-            patterns = [Packed(patterns[0], starts) for starts in self.source.first_starts()]
-        return meter_of(self._run, patterns, device, step, world)
+            samples = [
+                tuple(Packed(pattern, starts) for pattern in patterns)
+                for starts in self.source.first_starts()
+            ]
+        return meter_of(self._run, samples, device, step, world)
 
     def summary(self, engine: Engine, mesh: ParallelMesh, *, is_new: bool) -> dict[str, str]:
         run, module = self._run, engine.module

@@ -168,17 +168,18 @@ class Meter:
 
 
 def meter_of(
-    run: Run, patterns: Sequence[Pattern], device: torch.device, step: int, world: int
+    run: Run, samples: Sequence[Sequence[Pattern]], device: torch.device, step: int, world: int
 ) -> Meter:
     """A meter for `run` on `world` devices, which has done `step` steps.
 
-    FLOPs are the mean over `patterns`: those of some samples, where documents make them differ.
+    FLOPs are the mean over `samples`, each with the patterns of all layers: those of some samples,
+    where documents make them differ.
 
     The known peaks are those of 16-bit matrix products, so a float32 run has no MFU.
     """
     train, context = run.train, run.data.context
     flops = statistics.fmean(
-        sum(flops_per_sample(run.model, pattern, context)) for pattern in patterns
+        sum(flops_per_sample(run.model, patterns, context)) for patterns in samples
     )
     peak = None
     if device.type == "cuda" and train.precision != "fp32":

@@ -6,6 +6,7 @@ and, if several are possible, the bytes that the rank with the most traffic rece
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Literal
@@ -183,17 +184,20 @@ def received_vectors(
     return received
 
 
-def choose_shards(pattern: Pattern, tokens: int, ranks: int, heads: Heads) -> Shards:
-    """How to split a sequence for causal attention.
+def choose_shards(
+    patterns: Pattern | Sequence[Pattern], tokens: int, ranks: int, heads: Heads
+) -> Shards:
+    """How to split a sequence for the causal attention of all layers, by their patterns.
 
     Zigzag for ring attention, which then has the same work on every rank; else consecutive shards.
     """
     consecutive = Shards.even(tokens, ranks)
-    if not isinstance(pattern, Dense) or tokens % (2 * ranks):
+    patterns = [patterns] if isinstance(patterns, Pattern) else patterns
+    if not all(isinstance(pattern, Dense) for pattern in patterns) or tokens % (2 * ranks):
         return consecutive
     zigzag = Shards.even(tokens, ranks, is_zigzag=True)
-    ulysses = received_vectors(pattern, consecutive, heads, True).get("ulysses")
-    ring = received_vectors(pattern, zigzag, heads, True)["ring"]
+    ulysses = received_vectors(Dense(), consecutive, heads, True).get("ulysses")
+    ring = received_vectors(Dense(), zigzag, heads, True)["ring"]
     return consecutive if ulysses is not None and ulysses <= ring else zigzag
 
 
