@@ -60,7 +60,7 @@ def _fit(run: Run, given: Collection[str], ranks: Mapping[str, int]) -> dict[str
         "data.context": _round_up(run.data.context, tokens),
         "model.layers": max(model.layers, depth * layout.stages_per_rank if depth > 1 else 1),
     }
-    if not is_folder(run.data.source):  # whose tokenizer decides the vocabulary
+    if not any(map(is_folder, run.data.sources)):  # whose tokenizer decides the vocabulary
         values["model.vocab"] = _round_up(model.vocab, tensor)
     if tensor > 1:
         heads = model.heads if "model.heads" in given else _round_up(model.heads, tensor)

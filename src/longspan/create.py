@@ -24,7 +24,7 @@ from longspan.runfile import load_run
 from longspan.wording import toml_value
 
 OF_MODEL = (
-    *("model.", "attention.", "data.source", "data.context", "data.documents"),
+    *("model.", "attention.", "data.source", "data.mix", "data.context", "data.documents"),
     *("train.seed", "train.activation_checkpointing", "train.compile"),
 )
 """Keys of a run that decide its model."""

@@ -14,7 +14,7 @@ from longspan.config import (
     attention_keys,
 )
 from longspan.costs import linear_costs
-from longspan.vocabulary import MULTIPLE, is_folder, rounded_vocab, vocab_of_data
+from longspan.vocabulary import MULTIPLE, is_folder, rounded_vocab, vocab_of_sources
 from longspan.wording import counted
 
 
@@ -25,7 +25,7 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
     batch, rope = batch_values(run, ranks), run.model.rope
     scaling = "" if rope.type == "default" else f", {rope.describe()}"
     linear = {} if run.model.linear == "dense" else {"linear layers": _linear_text(run.model)}
-    data_vocab = {"vocabulary": _vocab_text(run)} if is_folder(run.data.source) else {}
+    data_vocab = {"vocabulary": _vocab_text(run)} if any(map(is_folder, run.data.sources)) else {}
     return {
         **linear,
         **data_vocab,
@@ -63,10 +63,10 @@ def schedule_text(train: Train) -> str:
 
 
 def _vocab_text(run: Run) -> str:
-    size, source = run.model.vocab, run.data.source
-    needed = vocab_of_data(source)
+    size, sources = run.model.vocab, run.data.sources
+    needed = vocab_of_sources(sources)
     if needed is None:
-        return f"{size:,}; {source} does not say what its tokenizer has"
+        return f"{size:,}; {', '.join(sources)} does not say what its tokenizer has"
     if size == needed:
         return f"{size:,}, that of the tokenizer"
     if size == rounded_vocab(needed):

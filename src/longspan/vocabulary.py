@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeGuard
 
@@ -36,6 +37,12 @@ def vocab_of_data(source: str) -> int | None:
         return None
     vocab = index.get("vocab")
     return vocab if type(vocab) is int and 0 < vocab <= MAX_VOCAB else None
+
+
+def vocab_of_sources(sources: Iterable[object]) -> int | None:
+    """Return the largest vocabulary of those `sources` that are folders; None if none is known."""
+    found = [vocab_of_data(source) for source in sources if is_folder(source)]
+    return max((vocab for vocab in found if vocab is not None), default=None)
 
 
 def rounded_vocab(vocab: int) -> int:

@@ -253,6 +253,17 @@ def test_relative_paths_hold_wherever_the_job_starts(
     assert not Path("-").exists()
 
 
+def test_the_folders_of_a_mixture_become_absolute(
+    run_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(run_file.parent)
+    mix = 'data.mix=[{source="../a b"},{source="builtin",weight=2}]'
+    assert main(["launch", "local", str(run_file), "--gpus-per-node", "0", mix, "-o", "-"]) == 0
+    folder = run_file.parent.parent / "a b"
+    expected = f'[{{source = "{folder}", weight = 1.0}}, {{source = "builtin", weight = 2.0}}]'
+    assert f"data.mix={expected}" in capsys.readouterr().out
+
+
 def test_the_conveniences_of_the_guides(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model size, passes over the data, and a GPU that the model does not fit."""
     from longspan.data.opening import open_source

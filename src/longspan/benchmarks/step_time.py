@@ -44,7 +44,7 @@ WARM_UP = 3
 MAX_BYTES = 16 << 20
 FEWEST = 10
 """Runs to fit to: about as many as there are constants that they determine."""
-FILE_KEYS = ("model.from", "model.factory", "train.init_from", "data.source")
+FILE_KEYS = ("model.from", "model.factory", "train.init_from", "data.source", "data.mix")
 SCALE = 0.05
 SPREAD = {
     "matmul": 0.05, "half_columns": 0.3, "dense": 0.05, "dilated": 0.05, "block_sparse": 0.1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import os
 import re
@@ -10,6 +11,7 @@ import shlex
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,10 +30,12 @@ from longspan.launching.node_script import LOCAL
 from longspan.launching.skypilot import SKYPILOT
 from longspan.launching.slurm import SLURM
 from longspan.progress import loading, stderr_console
+from longspan.vocabulary import is_folder
 from longspan.wording import counted
 
 if TYPE_CHECKING:
     from longspan.config import Run
+    from longspan.config.data import MixedSource
 
 TARGETS: tuple[Target, ...] = (LOCAL, SLURM, KUBERNETES, SKYPILOT, DOCKER)
 
@@ -247,8 +251,22 @@ def _checked(job: Job, file: Path, epochs: float | None, base: str) -> Job:
         for key, value in found.items()
         if not os.path.isabs(value)
     )
+    if run.data.mix is not None:
+        absolute = (*absolute, _absolute_mix(run.data.mix, base))
     job = replace(job, overrides=(*job.overrides, *absolute))
     return replace(job, run_text=file.read_text(encoding="utf-8-sig"))
+
+
+def _absolute_mix(mix: Sequence[MixedSource], base: str) -> str:
+    """The override of a mixture whose folders have absolute paths."""
+    tables = []
+    for part in mix:
+        path = part.source
+        if is_folder(path):
+            path = os.path.normpath(os.path.join(base, path))
+        quoted = json.dumps(path, ensure_ascii=False)
+        tables.append(f"{{source = {quoted}, weight = {part.weight!r}}}")
+    return f"data.mix=[{', '.join(tables)}]"
 
 
 def _loaded(file: Path, job: Job, world: int) -> Run:
@@ -281,8 +299,9 @@ def _steps(run: Run, epochs: float) -> int:
     """The optimizer steps of so many passes over the training split."""
     if not 0 < epochs < 1e9:
         raise UserError(f"--epochs must be greater than 0, got {epochs:g}")
-    if run.model.factory or run.data.source == "recall":
-        what = "a model.factory" if run.model.factory else 'data.source = "recall"'
+    if run.model.factory or run.data.source == "recall" or run.data.mix is not None:
+        what = "data.mix" if run.data.mix is not None else 'data.source = "recall"'
+        what = "a model.factory" if run.model.factory else what
         raise UserError(
             f"--epochs needs data of a known size, which {what} has not: set train.steps"
         )

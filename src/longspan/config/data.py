@@ -9,10 +9,22 @@ from pydantic import Field
 from longspan.config.section import Positive, Section
 
 
+class MixedSource(Section):
+    """A table [[data.mix]]."""
+
+    source: Annotated[str, Field(min_length=1)]
+    """"builtin", or a folder written by `longspan data build`."""
+    weight: Annotated[float, Field(ge=0)] = 1.0
+    """Its part of the samples is this over the sum of all weights; 0 leaves it out."""
+
+
 class Data(Section):
     source: Annotated[str, Field(min_length=1)] = "builtin"
     """Training text: "builtin" (the source of the Python standard library), "recall" (a synthetic
     task), or a folder written by `longspan data build`."""
+    mix: Annotated[tuple[MixedSource, ...], Field(strict=False)] | None = None
+    """Several sources in place of `source`, each a table [[data.mix]] with `source` and `weight`:
+    the shares of samples are those of the weights, exactly."""
     context: Positive = 4096
     """Context length, the number of tokens per sample."""
     documents: Literal["isolate", "join"] = "join"
@@ -26,3 +38,8 @@ class Data(Section):
     verify: bool = True
     """Verifies the SHA-256 of every token shard at the start; shards that have not changed since
     the last time are not read again."""
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """All sources: those of the mixture, or `source`."""
+        return (self.source,) if self.mix is None else tuple(part.source for part in self.mix)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
+from fractions import Fraction
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from longspan.config import Data, Model
+from longspan.config.data import MixedSource
+from longspan.data.mixture import MixtureSource, Part
 from longspan.data.packing import PackedSource
 from longspan.data.samples import Ints
 from longspan.data.shards import SPLITS, Shard, ShardFile, Spans, read_index, read_loss
@@ -25,17 +28,32 @@ def open_source(data: Data, model: Model) -> Source:
     """Open the source that [data] names, and check it against the model's vocabulary."""
     if data.source == "recall":
         return RecallSource(data.context, data.recall_pairs, model.vocab)
-    kind = PackedSource if data.documents == "isolate" else TokenSource
-    if data.source == "builtin":
-        source = _builtin(data.context, kind)
+    source: TokenSource | MixtureSource
+    if data.mix is None:
+        source = _open_tokens(data.source, data)
     else:
-        source = _from_shards(Path(data.source), data.context, kind)
+        source = MixtureSource([_open_part(part, data) for part in data.mix if part.weight])
     if source.vocab > model.vocab:
         raise UserError(
             f"model.vocab must be at least {source.vocab:,}, the vocabulary size of the data, got "
             f"{model.vocab:,}: set model.vocab={source.vocab}"
         )
     return source
+
+
+def _open_part(part: MixedSource, data: Data) -> Part:
+    try:
+        source = _open_tokens(part.source, data)
+    except UserError as error:
+        raise UserError(f"data.mix: {part.source}: {error}") from error
+    return Part(part.source, Fraction(str(part.weight)), source)
+
+
+def _open_tokens(name: str, data: Data) -> TokenSource:
+    kind = PackedSource if data.documents == "isolate" else TokenSource
+    if name == "builtin":
+        return _builtin(data.context, kind)
+    return _from_shards(Path(name), data.context, kind)
 
 
 def _from_shards(folder: Path, context: int, kind: type[TokenSource]) -> TokenSource:

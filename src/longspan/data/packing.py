@@ -120,15 +120,6 @@ class PackedSource(TokenSource):
         documents = counted(len(self.splits["train"].document_ends), "document")
         return f"{super().describe()} of {documents}, {padding:.1%} padding"
 
-    def first_starts(self, count: int = 16) -> list[tuple[int, ...]]:
-        """Where documents begin in the first `count` samples of the training split, or all."""
-        found = []
-        for index in range(min(count, self.num_windows("train"))):
-            documents = self.sample(0, index).documents
-            assert documents is not None
-            found.append((0, *(np.flatnonzero(np.diff(documents)) + 1).tolist()))
-        return found
-
     def num_targets(self, seed: int, index: int) -> int:
         packing = self._packings["train"]
         window = self._train_window(seed, index)

@@ -45,6 +45,20 @@ class Source(ABC):
         """Begin to verify the files of this source; None if it has none."""
         return None
 
+    def samples_by_source(self, count: int) -> dict[str, int]:
+        """How many of the first `count` training samples are from each source of a mixture."""
+        return {}
+
+    def first_starts(self, count: int = 16) -> list[tuple[int, ...]]:
+        """Where documents begin in the first `count` training samples; empty if they are joined."""
+        found = []
+        for index in range(count):
+            documents = self.sample(0, index).documents
+            if documents is None:
+                return []
+            found.append((0, *(np.flatnonzero(np.diff(documents)) + 1).tolist()))
+        return found
+
     @abstractmethod
     def sample(self, seed: int, index: int) -> Sample:
         """Return training sample `index` of the infinite sequence that `seed` selects."""
@@ -121,14 +135,17 @@ class TokenSource(Source):
         ]
 
     def baseline(self, samples: list[Sample]) -> Baseline:
+        fitted = self.stretches(BASELINE_TOKENS)
+        tokens = sum(len(sample.tokens) for sample in fitted)
+        name = f"bigram (fitted on {tokens:,} training tokens)"
+        return Baseline(name, bigram_nats(fitted, samples, self.vocab))
+
+    def stretches(self, tokens: int) -> list[Sample]:
+        """About so many tokens of the training split, spread evenly over it, as samples."""
         length = min(BASELINE_STRETCH, self.splits["train"].total - 1)
         stretches = (self.splits["train"].total - 1) // length
-        count = min(stretches, BASELINE_TOKENS // length)
-        fitted = [
-            self._read("train", i * stretches // count * length, length) for i in range(count)
-        ]
-        name = f"bigram (fitted on {count * length:,} training tokens)"
-        return Baseline(name, bigram_nats(fitted, samples, self.vocab))
+        count = min(stretches, max(1, tokens // length))
+        return [self._read("train", i * stretches // count * length, length) for i in range(count)]
 
     def _train_window(self, seed: int, index: int) -> int:
         epoch, position = divmod(index, self.num_windows("train"))

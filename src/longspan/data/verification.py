@@ -10,6 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import time
+from collections.abc import Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from threading import Event
@@ -109,6 +111,24 @@ class Verification:
             )
         assert entry is not None
         return entry
+
+
+class VerificationGroup(Verification):
+    """Verifies several folders."""
+
+    def __init__(self, verifications: Sequence[Verification]) -> None:
+        self._all = verifications
+
+    def __exit__(self, *exception: object) -> None:
+        for each in self._all:
+            each.__exit__(*exception)
+
+    def wait(self, seconds: float | None = None) -> int:
+        end = None if seconds is None else time.monotonic() + seconds
+        return sum(
+            each.wait(None if end is None else max(0.0, end - time.monotonic()))
+            for each in self._all
+        )
 
 
 def inspect_folder(folder: Path) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from longspan.config import Model, Section
+from longspan.rules.data import mix_rules
 from longspan.rules.layout import decoder_layout_rules, layout_rules, module_layout_rules
 from longspan.rules.model import (
     BIASES,
@@ -48,6 +49,7 @@ DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     layers_rules,
     init_from_rules,
     documents_rules,
+    mix_rules,
     recall_rules,
     decoder_layout_rules,
 )

@@ -186,7 +186,7 @@ def documents_rules(model: Model, data: Data) -> Problems:
 
 
 def recall_rules(model: Model, data: Data) -> Problems:
-    if data.source != "recall":
+    if data.source != "recall" or data.mix is not None:
         return
     pairs, keys = data.recall_pairs, model.vocab // 2
     if data.documents == "isolate":

@@ -67,6 +67,12 @@ def explain(
     if (key, loc[0]) == ("attention", "layers") and len(loc) > 2:
         otherwise, loc = RepeatedAttention(), loc[2:]  # one of a list of tables
     fields = type(otherwise).model_fields
+    if detail["type"] == "missing":
+        return Problem(path, "is missing")
+    if len(loc) > 2 and (inner_section := _section_in(fields[loc[0]].annotation)):
+        fields, loc = inner_section.model_fields, loc[2:]  # of a list of tables
+        if detail["type"] != "extra_forbidden":
+            return Problem(path, f"{_expected(detail)}, got {toml_value(value)}")
     if detail["type"] == "extra_forbidden":
         hint = did_you_mean(loc[0], fields) or f"; it has {', '.join(fields)}"
         return Problem(path, f"unknown key{hint}")
@@ -85,6 +91,13 @@ def explain(
     if not hint and len(loc) == 1 and (default := getattr(otherwise, loc[0])) not in (None, (), {}):
         hint = f"; {applies} {toml_value(default)}"
     return Problem(path, f"{expected}, got {toml_value(value)}{hint}")
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    """The section of which a key holds a list, if it does."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
 
 
 def _expected(detail: ErrorDetails) -> str:

@@ -25,7 +25,7 @@ from longspan.runfile.explaining import (
     without_wrong_keys,
 )
 from longspan.runfile.reading import apply_overrides, parse_override, read_tables
-from longspan.vocabulary import is_folder, rounded_vocab, vocab_of_data
+from longspan.vocabulary import is_folder, rounded_vocab, vocab_of_sources
 
 ONE_PROCESS = [
     *[f"layout.{axis}=1" for axis in AXES],
@@ -199,11 +199,18 @@ def _fill_vocab(tables: dict[str, Any]) -> dict[str, Any]:
     model, data = tables.get("model", {}), tables.get("data", {})
     if not isinstance(model, Mapping) or not isinstance(data, Mapping) or "vocab" in model:
         return tables
-    source = data.get("source")
-    vocab = vocab_of_data(source) if is_folder(source) else None
+    vocab = vocab_of_sources(_sources(data))
     if vocab is None:
         return tables
     return {**tables, "model": {**model, "vocab": rounded_vocab(vocab)}}
+
+
+def _sources(data: Mapping[str, Any]) -> list[object]:
+    """The sources that a [data] names, which may be wrong."""
+    mix = data.get("mix")
+    if not isinstance(mix, list):
+        return [data.get("source")]
+    return [part.get("source") for part in mix if isinstance(part, Mapping)]
 
 
 def _drop_builtin_model(tables: dict[str, Any], given: Collection[str]) -> None:
@@ -221,7 +228,7 @@ def _drop_builtin_model(tables: dict[str, Any], given: Collection[str]) -> None:
                     del table[key]
     elif "model.vocab" not in given:
         has_own = "family" in presets.MODELS.get(str(model.get("preset")), {})
-        if has_own or is_folder(data.get("source")):
+        if has_own or any(map(is_folder, _sources(data))):
             model.pop("vocab", None)
 
 

@@ -14,7 +14,6 @@ from longspan.attention.packed import Packed
 from longspan.config import Run
 from longspan.costs import count_parameters
 from longspan.data import Prefetcher
-from longspan.data.packing import PackedSource
 from longspan.data.tokenizer import TOKENIZER, Tokenizer
 from longspan.derived import derived_values, model_name
 from longspan.device import autocast
@@ -65,13 +64,12 @@ class DecoderTask:
 
     def meter(self, device: torch.device, step: int, world: int) -> Meter:
         patterns = patterns_of(self._run.attention, self._run.model.layers)
-        samples = [patterns]
-        if isinstance(self.source, PackedSource):
-            samples = [
-                tuple(Packed(pattern, starts) for pattern in patterns)
-                for starts in self.source.first_starts()
-            ]
-        return meter_of(self._run, samples, device, step, world)
+        samples = [
+            tuple(Packed(pattern, starts) for pattern in patterns)
+            for starts in self.source.first_starts()
+        ]
+        by_source = self.source.samples_by_source
+        return meter_of(self._run, samples or [patterns], device, step, world, by_source)
 
     def summary(self, engine: Engine, mesh: ParallelMesh, *, is_new: bool) -> dict[str, str]:
         run, module = self._run, engine.module

@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,10 @@ RATES = 1000
 """Lines over which the median throughput is taken, the last ones."""
 
 
+SamplesBySource = Callable[[int], dict[str, int]]
+"""How many of the first samples of a run are from each source of its mixture, if it has one."""
+
+
 class Meter:
     """Collects losses and time between two lines of metrics.
 
@@ -43,10 +47,12 @@ class Meter:
         peak_flops: float | None,
         device: torch.device,
         step: int,
+        samples_by_source: SamplesBySource = lambda samples: {},
     ) -> None:
         self._unit = "samples" if context is None else "tokens"
         self._context, self._global_batch, self._steps = context or 1, global_batch, steps
         self._flops, self._peak_flops, self._device, self._step = flops, peak_flops, device, step
+        self._samples_by_source = samples_by_source
         self._losses: list[Tensor] = []
         self._grad_norm = torch.tensor(math.nan)
         self._line: dict[str, Any] = {}
@@ -126,9 +132,11 @@ class Meter:
         mfu = None
         if self._peak_flops is not None:
             mfu = self._flops * samples_per_s / self._global_batch / self._peak_flops
+        mixed = self._samples_by_source(state.samples)
         self._line = {
             "step": state.step,
             self._unit: state.samples * self._context,
+            **({"samples_by_source": mixed} if mixed else {}),
             "loss": self.last_loss,
             "lr": float(state.engine.optimizer.param_groups[0]["lr"]),
             "grad_norm": norm if math.isfinite(norm := self._grad_norm.item()) else None,
@@ -168,7 +176,12 @@ class Meter:
 
 
 def meter_of(
-    run: Run, samples: Sequence[Sequence[Pattern]], device: torch.device, step: int, world: int
+    run: Run,
+    samples: Sequence[Sequence[Pattern]],
+    device: torch.device,
+    step: int,
+    world: int,
+    samples_by_source: SamplesBySource = lambda samples: {},
 ) -> Meter:
     """A meter for `run` on `world` devices, which has done `step` steps.
 
@@ -192,4 +205,5 @@ def meter_of(
         peak_flops=peak * world if peak else None,
         device=device,
         step=step,
+        samples_by_source=samples_by_source,
     )
