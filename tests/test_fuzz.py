@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import random
 import resource
@@ -22,18 +23,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tomli_w
 import torch
 from safetensors.torch import load_file, save_file
 
-from longspan import checkpoint
+from longspan import checkpoint, planning
+from longspan.benchmarks import step_time
 from longspan.checkpoint.format import _canonical
 from longspan.data.tokenizer import load_tokenizer
 from longspan.errors import UserError
 from longspan.export.config_json import hf_config, hf_name
 from longspan.export.huggingface import INDEX, weight_reader
 from longspan.export.tokenizer import byte_tokenizer_json
+from longspan.hardware import cpu_device, device_of
 from longspan.hf_config import HARMLESS, read_folder_config
 from longspan.models import new_decoder, parameter_shapes
+from longspan.planning import predict
+from longspan.reporting import read_input, render
 from longspan.runfile import load_run
 from longspan.training.step import train_step
 from tests.steps import open_state
@@ -347,3 +353,59 @@ def test_tokenizers_of_a_run(tmp_path: Path) -> None:
         tokenizer.decode(ids)
 
     fuzz("tokenizer", folder, 0.1, change, use)
+
+
+def test_devices_and_results_of_benchmarks(tmp_path: Path) -> None:
+    """Tables of devices plan a run, and results of `bench step-time` are fitted or refused."""
+    folder = tmp_path / "given"
+    folder.mkdir()
+    device = {
+        "title": "Mine", "match": "Mine", "gib": 64, "tflops": {"bf16": 400.0, "fp32": 50},
+        "tb_s": 2.5, "link_gb_s": 100, "net_gb_s": 50, "gpus_per_node": 4, "watts": 500,
+        "usd_per_h": 2.5, "priced": "2026-05",
+    }  # fmt: skip
+    run = load_run(None, [*SMALL, "train.precision=bf16"], world=1)
+    (folder / "mine.toml").write_text(tomli_w.dumps({"mine": device}))
+    row = {"device": "h200", "overrides": ["data.context=64"], "tokens_per_s": 5e4}
+    (folder / "result.json").write_text(json.dumps({"machine": "a test", "rows": [row]}))
+
+    def change(work: Path, rng: random.Random) -> None:
+        if rng.random() < 0.5:
+            path = work / "result.json"
+            path.write_bytes(mutated_text(path.read_bytes(), rng))
+            return
+        tables = json.loads(mutated_json({"mine": device}, rng))
+        try:
+            (work / "mine.toml").write_text(tomli_w.dumps(tables))
+        except (AttributeError, TypeError, ValueError):  # what TOML cannot say
+            (work / "mine.toml").write_text(json.dumps(tables))
+
+    def use(work: Path) -> None:
+        for found in step_time._read(work / "result.json").rows:
+            load_run(None, found.overrides, builtin="cuda", world=1)
+        mine = device_of(str(work / "mine.toml"))
+        assert mine.title.isprintable()
+        predicted = predict(run, 1, mine).tokens_per_s
+        assert math.isfinite(predicted)
+        assert predicted > 0
+
+    fuzz("device", folder, 0.05, change, use)
+
+
+def test_plans_on_a_page(tmp_path: Path) -> None:
+    """Any plan.json is refused or drawn."""
+    folder = tmp_path / "given"
+    folder.mkdir()
+    plan = planning.plan(
+        load_run(None, [*SMALL, "train.precision=fp32"], world=1), 1, cpu_device(1)
+    ).as_dict()
+    (folder / "plan.json").write_text(json.dumps(plan))
+
+    def change(work: Path, rng: random.Random) -> None:
+        path = work / "plan.json"
+        path.write_bytes(mutated_text(path.read_bytes(), rng))
+
+    def use(work: Path) -> None:
+        assert render([read_input(work / "plan.json")])
+
+    fuzz("plan", folder, 0.03, change, use)

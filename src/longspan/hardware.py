@@ -77,6 +77,11 @@ class Device:
     priced: str
     """The month of the price."""
 
+    @property
+    def half_flops(self) -> float | None:
+        """FLOP/s of 16-bit matrix products."""
+        return self.peak("bf16") or self.peak("fp16")
+
     def peak(self, precision: str) -> float | None:
         """FLOP/s of matrix products in a precision; None if the device has no units for it."""
         return self.flops.get(precision)
@@ -162,6 +167,11 @@ def find_device(driver_name: str) -> Device | None:
     return next((d for d in devices().values() if re.search(d.match, driver_name)), None)
 
 
+def known_device(gpu: str, driver_name: str) -> Device | None:
+    """The device of `train.gpu`, or without that the one of its driver's name, if it is known."""
+    return device_of(gpu) if gpu else find_device(driver_name)
+
+
 def peak_bandwidth(driver_name: str) -> float | None:
     """The peak memory bandwidth of a device in bytes/s, or None if it is unknown."""
     found = find_device(driver_name)
@@ -171,7 +181,7 @@ def peak_bandwidth(driver_name: str) -> float | None:
 def peak_flops(driver_name: str) -> float | None:
     """The peak FLOP/s of 16-bit matrix products of a device, or None if it is unknown."""
     found = find_device(driver_name)
-    return None if found is None else found.peak("bf16") or found.peak("fp16")
+    return None if found is None else found.half_flops
 
 
 def may_have_gpu() -> bool:

@@ -7,13 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from longspan.attention.pattern import pattern_of
 from longspan.cli import main
-from longspan.hardware import devices
+from longspan.doctor.calibration import Measured, device_table
+from longspan.hardware import device_of, devices
 from longspan.planning import memory_per_rank, predict
+from longspan.planning.auto import this_device
+from longspan.planning.rates import rates_from_name
 from longspan.reporting import read_run
 from longspan.reporting.sections import overview
 from longspan.runfile import load_run
 from longspan.training import loop
+from longspan.training.meter import meter_of
 from longspan.training.predicted import Predicted, predict_for, predict_on
 from tests.reporting.runs import history, metrics, write_run
 
@@ -63,6 +68,23 @@ def test_an_unknown_gpu_has_no_prediction(monkeypatch: pytest.MonkeyPatch) -> No
     text = predict_for(load_run(None), 1, torch.device("cuda"))
     assert isinstance(text, str)
     assert 'the rates of "Future GPU" are unknown' in text
+
+
+def test_a_calibrated_device_is_what_a_run_is_predicted_and_measured_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Future GPU")
+    file, cuda = tmp_path / "mine.toml", torch.device("cuda")
+    found = Measured("Future GPU", False, 80 << 30, {"bf16": 5e14}, 2e12)
+    file.write_text(device_table(found, 8))
+    run = load_run(None, [f"train.gpu={file}", "train.precision=bf16"], builtin="cuda")
+    assert predict_for(run, 1, cuda) == predict_on(run, 1, device_of(str(file)))
+    assert isinstance(predict_for(run, 1, cuda), Predicted)
+    assert this_device(run, 8) == device_of(str(file))
+    meter = meter_of(run, [pattern_of(run.attention)], cuda, 0, 1)
+    assert meter._peak_flops == pytest.approx(5e14 / rates_from_name("gpu").matmul, rel=1e-3)
+    assert main(["train", *TINY, "train.gpu=none.toml", "--run-dir", str(tmp_path / "run")]) == 2
+    assert not (tmp_path / "run" / "run.toml").exists()
 
 
 def test_a_run_shows_and_records_its_prediction(

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from longspan.benchmarks.measure import LiveBytes, Rows, machine, open_console, write_json
+from longspan.benchmarks.measure import Rows, machine, open_console, write_json
 from longspan.errors import UserError
 from longspan.nn import cross_entropy_sum
+from longspan.planning.tracing import LiveMemory
 from longspan.progress import measuring
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -89,7 +90,7 @@ def _measure(loss: Loss, tokens: int, setting: Setting) -> tuple[int, float]:
         step()
         peak = torch.cuda.max_memory_allocated() - before
     else:
-        with LiveBytes() as live:
+        with LiveMemory() as live:
             step()
         peak = live.peak
     times = []

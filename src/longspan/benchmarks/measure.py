@@ -6,17 +6,14 @@ import json
 import statistics
 import subprocess
 import time
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
-from torch import Tensor
 
 from longspan.errors import UserError
-from longspan.torch_internals import TorchDispatchMode
 from longspan.wording import counted
 
 WARM_UP_S = 0.2
@@ -94,36 +91,6 @@ def extra_mib(function: Callable[[], None], must: int) -> float:
     before = torch.cuda.memory_allocated()
     function()
     return max(0, torch.cuda.max_memory_allocated() - before - must) / 2**20
-
-
-class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the bytes of live storages that operators allocate, and their peak; for CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.now = self.peak = 0
-        self._seen: set[int] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, Tensor):
-                self._count(tensor)
-        return out
-
-    def _count(self, tensor: Tensor) -> None:
-        storage = tensor.untyped_storage()
-        address, size = storage.data_ptr(), storage.nbytes()
-        if address in self._seen or size == 0:
-            return
-        self._seen.add(address)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._free, address, size)
-
-    def _free(self, address: int, size: int) -> None:
-        self._seen.discard(address)
-        self.now -= size
 
 
 def require_cuda(verb: str) -> None:

@@ -72,6 +72,10 @@ class Train(Section):
     same global batch."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device to train on; "auto" uses a CUDA GPU where there is one."""
+    gpu: str = ""
+    """What `layout = "auto"`, predictions and MFU take for this machine's device: a name such as
+    "h100", or a TOML file that `longspan doctor --calibrate` wrote; by default the GPU's driver
+    says."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute dtype of mixed precision (autocast); parameters and optimizer state stay fp32. "auto"
     is bf16 on a GPU that supports it, fp32 elsewhere."""

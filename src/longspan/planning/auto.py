@@ -46,6 +46,8 @@ def choose_layout(run: Run, world: int, hardware: str | None = None) -> Run:
 
 def this_device(run: Run, world: int) -> Device:
     """What each of the processes of this machine, of `world` in all, has to compute on."""
+    if run.train.gpu:
+        return device_of(run.train.gpu)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if run.train.device == "cpu" or not may_have_gpu():
         return cpu_device(here)
@@ -57,9 +59,9 @@ def this_device(run: Run, world: int) -> Device:
     found = find_device(name)
     if found is None:
         raise UserError(
-            f'layout = "auto" needs a known GPU, but "{name}" is not in the table: set the axes of '
-            "[layout], such as layout.shard = -1; longspan plan --search --gpu FILE.toml compares "
-            "layouts for a GPU that you describe"
+            f'layout = "auto" needs a known GPU, but "{name}" is not in the table: set train.gpu '
+            "to a file of longspan doctor --calibrate, or the axes of [layout], such as "
+            "layout.shard = -1"
         )
     return found
 

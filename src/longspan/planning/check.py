@@ -21,7 +21,7 @@ from longspan.attention import Heads, Mask, choose_shards
 from longspan.attention.context_parallel.kv_exchange import KVExchange, plan_exchange
 from longspan.attention.context_parallel.sharded import strategy_of
 from longspan.attention.context_parallel.sparse_kv import receive_rows
-from longspan.config import Layout, Run, Train
+from longspan.config import Run
 from longspan.data import Batch
 from longspan.device import autocast
 from longspan.engines import DecoderSpec
@@ -197,16 +197,9 @@ class _FakeSpec(DecoderSpec):
         super().__init__(model)
         self._fake = fake
 
-    def materialize(
-        self,
-        module: nn.Module,
-        mesh: ParallelMesh,
-        layout: Layout,
-        train: Train,
-        device: torch.device,
-    ) -> nn.Module:
+    def materialize(self, *args: Any, **kwargs: Any) -> nn.Module:
         with self._fake:
-            return super().materialize(module, mesh, layout, train, device)
+            return super().materialize(*args, **kwargs)
 
 
 def _no_optimizer(_model: nn.Module) -> Any:

@@ -21,6 +21,7 @@ from longspan.engines import open_engine
 from longspan.errors import Diverged, OutOfMemory, PeerLost, Stopped
 from longspan.export.side_files import copy_side_files
 from longspan.faults import fault_point
+from longspan.hardware import device_of
 from longspan.locking import owned
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
@@ -107,6 +108,8 @@ def _train_until_it_fits(
 ) -> Result:
     """Train, again and again with half the micro-batch if it runs out of memory and may do so."""
     device = choose_device(run, world.local_rank)
+    if run.train.gpu:  # refused by every rank, before anything is written
+        device_of(run.train.gpu)
     given = resolve(run, device)
     recovery = Recovery(world)
     while True:

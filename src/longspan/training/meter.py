@@ -16,7 +16,7 @@ from torch import Tensor
 from longspan.attention import Pattern
 from longspan.config import Run
 from longspan.flops import flops_per_sample
-from longspan.hardware import peak_flops
+from longspan.hardware import known_device
 from longspan.parallel.norms_by_layer import NormsByLayer
 from longspan.training.out_of_memory import optimizer_bytes, parameter_bytes
 from longspan.training.rank_stats import RankStats
@@ -196,7 +196,8 @@ def meter_of(
     )
     peak = None
     if device.type == "cuda" and train.precision != "fp32":
-        peak = peak_flops(torch.cuda.get_device_name(device))
+        known = known_device(train.gpu, torch.cuda.get_device_name(device))
+        peak = known.half_flops if known else None
     return Meter(
         context=context,
         global_batch=train.global_batch,

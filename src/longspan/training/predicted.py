@@ -8,7 +8,7 @@ import torch
 
 from longspan.config import Run
 from longspan.errors import UserError
-from longspan.hardware import Device, find_device
+from longspan.hardware import Device, known_device
 from longspan.planning import memory_per_rank, predict
 
 GIB = 2**30
@@ -45,14 +45,18 @@ class Predicted:
 def predict_for(run: Run, world: int, device: torch.device) -> Predicted | str | None:
     """The prediction for `run` on the kind of GPU that `device` is; or why there is none.
 
-    None on a CPU, of which no rates are known.
+    None on a CPU, of which no rates are known unless `train.gpu` gives them.
     """
-    if device.type != "cuda":
+    gpu = run.train.gpu
+    if device.type != "cuda" and not gpu:
         return None
-    name = torch.cuda.get_device_name(device)
-    known = find_device(name)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = known_device(gpu, name)
     if known is None:
-        return f'none: the rates of "{name}" are unknown; longspan doctor --calibrate measures them'
+        return (
+            f'none: the rates of "{name}" are unknown; longspan doctor --calibrate -o FILE.toml '
+            "measures them for train.gpu"
+        )
     return predict_on(run, world, known)
 
 
