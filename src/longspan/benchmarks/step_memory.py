@@ -16,9 +16,8 @@ from statistics import median
 from typing import Any
 
 import torch
-from rich.table import Table
 
-from longspan.benchmarks.measure import machine, open_console, require_cuda, write_json
+from longspan.benchmarks.measure import Rows, machine, open_console, require_cuda, write_json
 from longspan.config import Run
 from longspan.data import Prefetcher, open_source
 from longspan.device import resolve
@@ -81,8 +80,8 @@ def bench_step_memory(device: str, json_file: Path | None) -> None:
         require_cuda("step-memory")
     console, where = open_console(json_file), machine(device)
     console.print(where)
-    table = Table("planned GB", "measured GB", "error", "run", box=None)
-    rows = []
+    table = Rows(console, {"planned GB": 10, "measured GB": 13, "error": 7, "run": -1})
+    rows = list[dict[str, Any]]()
     for options in options_of(device):
         run = resolve(
             load_run(None, [*COMMON, f"train.device={device}", *options]), torch.device(device)
@@ -96,8 +95,7 @@ def bench_step_memory(device: str, json_file: Path | None) -> None:
             "out of memory" if measured is None else f"{measured / GB:,.3f}",
             "–" if error is None else f"{error:+.1%}",
         )
-        table.add_row(*cells, " ".join(options))
-    console.print(table)
+        table.add(*cells, " ".join(options))
     errors = [row["error"] for row in rows if row["error"] is not None]
     if errors:
         console.print(
