@@ -96,8 +96,8 @@ def devices() -> dict[str, Device]:
 
 def device_of(hardware: str) -> Device:
     """The device of a name in the table, or of a TOML file with one table of the same keys."""
-    if hardware in devices():
-        return devices()[hardware]
+    if (name := hardware.lower()) in devices():
+        return devices()[name]
     if not hardware.endswith(".toml"):
         known = ", ".join(devices())
         raise UserError(
