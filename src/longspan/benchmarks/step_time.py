@@ -6,6 +6,7 @@ constants to what was measured before, and prints `planning/efficiencies.toml` w
 
 from __future__ import annotations
 
+import gc
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -106,6 +107,7 @@ def bench_step_time(device: str, steps: int, json_file: Path | None) -> None:
         predicted = predict(run, 1, hardware).tokens_per_s
         planned = max(memory.on_device for memory in memory_per_rank(run, 1))
         row |= {"predicted_tokens_per_s": predicted, "planned_bytes": planned}
+        gc.collect()  # the model of the run before
         try:
             with measuring(f"training {' '.join(overrides)}"):
                 seconds, memory = measure(run, steps)

@@ -93,6 +93,10 @@ class Activations:
         # The gradients of gate and up are computed when that of their product is still there, and
         # the product itself is not.
         mlp = self.stream + recomputed + 2 * e * self.ffn
+        if mode == "full" and self.is_compiled:
+            # One kernel computes those gradients and recomputes the product; the output of the
+            # attention projection is in the residual stream by then.
+            mlp += e * self.ffn - e * self.hidden
         attention = self.stream + recomputed - saved["MLP"] + 4 * e * self.queries + 8 * self.heads
         workspace = max(
             mlp * self.tokens, attention * self.tokens + self.attention_workspace(block)
