@@ -12,7 +12,7 @@ operator needs it as plain numbers, see `flatten`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from itertools import pairwise
 from typing import Any
@@ -28,7 +28,6 @@ from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import has_dispatch_mode
 
 FlatPattern = tuple[Sequence[int], Sequence[int], Sequence[float], int]
-Ids = tuple[Tensor | None, Tensor | None]
 
 
 def flatten(pattern: Pattern) -> FlatPattern:
@@ -69,19 +68,23 @@ def attend_branches(
     is_causal: bool,
     scale: float,
     backend: str,
-    ids: Ids = (None, None),
+    documents: Tensor | None = None,
+    padding: Tensor | None = None,
 ) -> Tensor:
     """q (batch, tokens, heads, head_dim); k, v the same with a divisor of q's heads.
 
-    `ids`: int64 (batch, tokens) of the queries and of the keys; a query sees a key only if their
-    ids are equal. Runs of equal query ids are documents, in each of which the pattern starts anew.
+    `documents`: integers (batch, tokens), on the CPU or on q's device, whose runs of equal ones are
+    documents, in each of which the pattern starts anew; `padding`: bool (batch, tokens), keys that
+    no query sees.
     """
     out: Tensor
     if _needs_operator(q):
-        out, _ = branch_attention(q, k, v, *ids, *flatten(pattern), is_causal, scale, backend)
+        out, _ = branch_attention(
+            q, k, v, documents, padding, *flatten(pattern), is_causal, scale, backend
+        )
     else:
         out, _ = _BranchAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, *ids, pattern, is_causal, scale, backend
+            q, k, v, documents, padding, pattern, is_causal, scale, backend
         )
     return out
 
@@ -120,29 +123,25 @@ def _forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
+    documents: Tensor | None,
+    padding: Tensor | None,
     pattern: Pattern,
     is_causal: bool,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     """The output, shaped like q, and its log-sum-exp (batch, heads, tokens) for the backward."""
-    if _has_documents(query_ids, pattern, backend):
-        out = torch.empty_like(q)
-        shape = q.shape[0], q.shape[2], q.shape[1]
-        lse = torch.empty(shape, dtype=accumulation_dtype(q), device=q.device)
-        for rows, tokens, ids in _documents(query_ids, key_ids):
-            out[rows, tokens], lse[rows, :, tokens] = _forward(
-                q[rows, tokens], k[rows, tokens], v[rows, tokens], *ids, pattern, is_causal, scale,
-                backend,
-            )  # fmt: skip
-        return out, lse
+    if documents is not None:  # the rows of a batch are documents, too
+        function = _each_forward if backend == "cpu" else _kernel_forward
+        inputs = _folded(q), _folded(k), _folded(v), _folded(padding)
+        out, lse = function(*inputs, pattern, is_causal, scale, _starts(documents))
+        batch, tokens, heads = q.shape[:3]
+        lse = lse.reshape(heads, batch, tokens).transpose(0, 1).contiguous()
+        return out.reshape(q.shape), lse
     if backend == "cpu":
-        return cpu.forward(q, k, v, _dilated(pattern, q), is_causal, scale)
-    from longspan.attention.kernels import dispatch
-
-    return dispatch.forward(q, k, v, _both(query_ids, key_ids), pattern, is_causal, scale)
+        assert isinstance(pattern, Dilated)
+        return cpu.forward(q, k, v, pattern, is_causal, scale)
+    return _kernel_forward(q, k, v, padding, pattern, is_causal, scale)
 
 
 def _backward(
@@ -150,8 +149,8 @@ def _backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
+    documents: Tensor | None,
+    padding: Tensor | None,
     out: Tensor,
     lse: Tensor,
     pattern: Pattern,
@@ -159,66 +158,103 @@ def _backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if _has_documents(query_ids, pattern, backend):
-        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        for rows, tokens, ids in _documents(query_ids, key_ids):
-            found = _backward(
-                grad_out[rows, tokens], q[rows, tokens], k[rows, tokens], v[rows, tokens], *ids,
-                out[rows, tokens], lse[rows, :, tokens].contiguous(), pattern, is_causal, scale,
-                backend,
-            )  # fmt: skip
-            for grad, part in zip(grads, found, strict=True):
-                grad[rows, tokens] = part
-        return grads
+    if documents is not None:
+        function = _each_backward if backend == "cpu" else _kernel_backward
+        dq, dk, dv = function(
+            _folded(grad_out), _folded(q), _folded(k), _folded(v), _folded(out),
+            lse.transpose(0, 1).flatten(1)[None], _folded(padding), pattern, is_causal, scale,
+            _starts(documents),
+        )  # fmt: skip
+        return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
     if backend == "cpu":
-        return cpu.backward(grad_out, q, k, v, out, lse, _dilated(pattern, q), is_causal, scale)
-    from longspan.attention.kernels import dispatch
-
-    both = _both(query_ids, key_ids)
-    return dispatch.backward(grad_out, q, k, v, out, lse, both, pattern, is_causal, scale)
+        assert isinstance(pattern, Dilated)
+        return cpu.backward(grad_out, q, k, v, out, lse, pattern, is_causal, scale)
+    return _kernel_backward(grad_out, q, k, v, out, lse, padding, pattern, is_causal, scale)
 
 
-def _has_documents(query_ids: Tensor | None, pattern: Pattern, backend: str) -> bool:
-    """Whether to compute document by document. A dense pattern needs no positions in them: the
-    Triton kernels compare ids.
-    """  # fmt: skip
-    if query_ids is None or (backend == "triton" and isinstance(pattern, Dense)):
-        return False
-    return len(query_ids) > 1 or bool((query_ids != query_ids[:, :1]).any())
+def _starts(documents: Tensor) -> tuple[int, ...]:
+    """Where documents begin in the rows of (batch, tokens), one after the other."""
+    rows = documents.cpu()  # without a wait if they are there already
+    tokens = rows.shape[1]
+    return tuple(i * tokens + at for i, row in enumerate(rows) for at in document_starts(row))
 
 
-def _documents(
-    query_ids: Tensor | None, key_ids: Tensor | None
-) -> Iterator[tuple[slice, slice, Ids]]:
-    """The row and the tokens of each document, and ids if some of its keys are padding."""
-    assert query_ids is not None
-    assert key_ids is not None
-    is_padded = not torch.equal(query_ids, key_ids)
-    for row, ids in enumerate(query_ids.cpu()):
-        for start, end in pairwise((*document_starts(ids), len(ids))):
-            rows, tokens = slice(row, row + 1), slice(start, end)
-            of_padding = query_ids[rows, tokens], key_ids[rows, tokens]
-            yield rows, tokens, of_padding if is_padded else (None, None)
+def _folded(x: Any) -> Any:
+    """The rows of a batch one after the other: (batch, tokens, ...) to (1, batch · tokens, ...)."""
+    return None if x is None else x.flatten(0, 1)[None]
 
 
-def _dilated(pattern: Pattern, q: Tensor) -> Dilated:
+def _each_forward(
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, pattern: Pattern, is_causal: bool,
+    scale: float, starts: tuple[int, ...],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """On a CPU, one document after the other."""
+    assert padding is None
+    outputs, lses = [], []
+    for start, end in pairwise((*starts, q.shape[1])):
+        tokens, inner = slice(start, end), _dilated(pattern, end - start)
+        out, lse = cpu.forward(q[:, tokens], k[:, tokens], v[:, tokens], inner, is_causal, scale)
+        outputs.append(out)
+        lses.append(lse)
+    return torch.cat(outputs, dim=1), torch.cat(lses, dim=2)
+
+
+def _each_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    padding: Tensor | None, pattern: Pattern, is_causal: bool, scale: float,
+    starts: tuple[int, ...],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    grads = []
+    for start, end in pairwise((*starts, q.shape[1])):
+        tokens, inner = slice(start, end), _dilated(pattern, end - start)
+        found = cpu.backward(
+            grad_out[:, tokens], q[:, tokens], k[:, tokens], v[:, tokens], out[:, tokens],
+            lse[:, :, tokens], inner, is_causal, scale,
+        )  # fmt: skip
+        grads.append(found)
+    dq, dk, dv = (torch.cat(parts, dim=1) for parts in zip(*grads, strict=True))
+    return dq, dk, dv
+
+
+def _dilated(pattern: Pattern, tokens: int) -> Dilated:
     """A dense pattern is one segment."""
     if isinstance(pattern, Dense):
-        return Dilated((q.shape[1],), (1,))
+        return Dilated((tokens,), (1,))
     assert isinstance(pattern, Dilated)
     return pattern
 
 
-def _both(query_ids: Tensor | None, key_ids: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if query_ids is None or key_ids is None else (query_ids, key_ids)
+def _kernel_forward(
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *arguments: Any
+) -> tuple[Tensor, Tensor]:
+    from longspan.attention.kernels import dispatch
+
+    return dispatch.forward(q, k, v, _ids(padding), *arguments)
+
+
+def _kernel_backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+    padding: Tensor | None, *arguments: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    from longspan.attention.kernels import dispatch
+
+    return dispatch.backward(grad_out, q, k, v, out, lse, _ids(padding), *arguments)
+
+
+def _ids(padding: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    """Ids of queries and of keys, which see each other if they are equal."""
+    if padding is None:
+        return None
+    keys = padding.long()
+    return torch.zeros_like(keys), keys
 
 
 def _flat_forward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
+    documents: Tensor | None,
+    padding: Tensor | None,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     blocks: Sequence[float],
@@ -228,7 +264,7 @@ def _flat_forward(
     backend: str,
 ) -> tuple[Tensor, Tensor]:
     pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
-    return _forward(q, k, v, query_ids, key_ids, pattern, is_causal, scale, backend)
+    return _forward(q, k, v, documents, padding, pattern, is_causal, scale, backend)
 
 
 def _flat_backward(
@@ -236,8 +272,8 @@ def _flat_backward(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    query_ids: Tensor | None,
-    key_ids: Tensor | None,
+    documents: Tensor | None,
+    padding: Tensor | None,
     out: Tensor,
     lse: Tensor,
     segment_lengths: Sequence[int],
@@ -248,7 +284,7 @@ def _flat_backward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = grad_out, q, k, v, query_ids, key_ids, out, lse
+    tensors = grad_out, q, k, v, documents, padding, out, lse
     pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
     return _backward(*tensors, pattern, is_causal, scale, backend)
 
@@ -277,8 +313,8 @@ def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tenso
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, query_ids, key_ids, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, query_ids, key_ids, *output)
+    q, k, v, documents, padding, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, documents, padding, *output)
     ctx.mark_non_differentiable(output[1])
 
 

@@ -62,9 +62,9 @@ def attend(
     - `scale` multiplies the scores; the default is 1/√head_dim.
     - `documents`: integers (batch, keys); a run of equal ones is a document. Each is attended as
       if it were alone: no query sees a key of another one, and the positions of the pattern start
-      again in each.
+      again in each. They may be on the CPU, which saves a wait for the GPU.
     - `cu_seqlens`: documents given as cumulative lengths 0, end of the first, …, number of keys,
-      for every row of the batch. The values are checked on the CPU only.
+      for every row of the batch, on either device. The values are checked on the CPU only.
     - `key_padding_mask`: bool (batch, keys), True for padding, which no query sees.
     - `dropout_p` drops weights after the softmax, by a hash of (`dropout_seed`, batch, head,
       query, key): the same on every device and backend.
@@ -88,7 +88,7 @@ def attend_checked(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, backend: BackendName | None = None
 ) -> Tensor:
     """`attend` for arguments that are known to be valid."""
-    mask = mask.unpacked(q.shape[0], k.shape[1], q.device)
+    mask = mask.unpacked(q.shape[0], k.shape[1])
     chosen = choose_backend(q, k, mask)
     name = backend or chosen.name
     if name not in BACKENDS:
@@ -110,8 +110,9 @@ def attend_checked(
             q, k, v, is_causal=mask.is_causal, scale=scale, enable_gqa=group > 1
         )
         return out.transpose(1, 2)
-    ids = _match_ids(mask)
-    return attend_branches(q, k, v, mask.pattern, mask.is_causal, scale, name, ids)
+    return attend_branches(
+        q, k, v, mask.pattern, mask.is_causal, scale, name, mask.documents, mask.key_padding_mask
+    )
 
 
 def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
@@ -196,23 +197,5 @@ def _documents_from(cu_seqlens: Tensor, documents: Tensor | None, k: Tensor) -> 
                 f"cu_seqlens must be cumulative lengths that rise from 0 to {k.shape[1]}, the "
                 f"number of keys, got {shorten(str(ends), 80)}"
             )
-    position = torch.arange(k.shape[1], device=k.device, dtype=cu_seqlens.dtype)
+    position = torch.arange(k.shape[1], device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens, position, right=True).expand(k.shape[0], -1)
-
-
-def _match_ids(mask: Mask) -> tuple[Tensor | None, Tensor | None]:
-    """Ids of the queries and of the keys: a query sees a key only if their ids are equal.
-
-    Documents are even and padding is odd, so no query matches padding.
-    """
-    padding = mask.key_padding_mask
-    if mask.documents is None and padding is None:
-        return None, None
-    if mask.documents is not None:
-        first = mask.documents[:, :1]
-        queries = 2 * (mask.documents.diff(dim=1, prepend=first) != 0).cumsum(1)  # runs
-    else:
-        assert padding is not None
-        queries = torch.zeros_like(padding, dtype=torch.int64)
-    keys = queries if padding is None else queries + padding
-    return queries.contiguous(), keys.contiguous()

@@ -60,11 +60,11 @@ class Mask:
             first_row=self.first_row + row,
         )
 
-    def unpacked(self, batch: int, tokens: int, device: torch.device) -> Mask:
+    def unpacked(self, batch: int, tokens: int) -> Mask:
         """A Packed pattern's documents as a tensor, the same for every row of a batch."""
         if not isinstance(self.pattern, Packed):
             return self
-        ids = self.pattern.ids(tokens).to(device).expand(batch, -1)
+        ids = self.pattern.ids(tokens).expand(batch, -1)
         return replace(self, pattern=self.pattern.inner, documents=ids)
 
 
@@ -130,7 +130,8 @@ def check_mask(q: Tensor, mask: Mask, keys: int) -> None:
             raise ValueError(
                 f"{name} must be (batch, keys) = {(batch, keys)}, got {tuple(given.shape)}"
             )
-        if given is not None and given.device != q.device:
+        may_be_here = name == "documents" and given is not None and given.device.type == "cpu"
+        if given is not None and given.device != q.device and not may_be_here:
             raise ValueError(f"{name} must be on {q.device} like q, got {given.device}")
     documents, padding = mask.documents, mask.key_padding_mask
     if documents is not None and (documents.is_floating_point() or documents.dtype == torch.bool):

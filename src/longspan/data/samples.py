@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -50,8 +50,12 @@ class Batch:
         return self._map(lambda x: x.pin_memory())
 
     def to(self, device: torch.device) -> Batch:
-        """Copy to a device, asynchronously from pinned memory."""
-        return self._map(lambda x: x.to(device, non_blocking=True))
+        """Copy to a device, asynchronously from pinned memory.
+
+        Documents stay in host memory: that is where attention looks up their boundaries.
+        """
+        there = self._map(lambda x: x.to(device, non_blocking=True))
+        return replace(there, documents=self.documents)
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         documents = None if self.documents is None else function(self.documents)

@@ -172,6 +172,8 @@ class Decoder(nn.Module):
 
         With `caches` the tokens continue those that the caches hold.
         """
+        if documents is not None:
+            documents = documents.cpu()  # once, not in every block; FSDP may have copied them
         positions = positions_of(tokens.shape[1], tokens.device, self.positions, caches, documents)
         is_split = self.positions is not None and not caches
         rope = self.rope.table(positions, self.context if is_split else None)
@@ -213,7 +215,9 @@ def positions_of(
     """
     if documents is not None:
         positions = document_positions(documents)
-        return positions if given is None else positions[:, given.to(device)]
+        if given is not None:
+            positions = positions[:, given.to(positions.device)]
+        return positions.to(device)
     if given is not None and not caches:
         return given.to(device)
     start = caches[0].length if caches else 0

@@ -109,6 +109,8 @@ class Stage(nn.Module):
         the logits (batch, vocab) after the last token.
         """
         count = x.shape[1] if targets is None else targets.shape[1]
+        if documents is not None:
+            documents = documents.cpu()  # once, not in every block
         positions = positions_of(count, x.device, self.positions, caches, documents)
         is_split = self.positions is not None and not caches
         rope = self.rope.table(positions, self.context if is_split else None)

@@ -20,8 +20,9 @@ HALF = ("q", "k", "v", "out", "do", "dq", "dk", "dv")
 FLOAT = ("lse", "safe_lse", "delta", "partial", "partial_k", "partial_v")
 TILES = {"forward": (64, 64), "backward_dq": (64, 32), "backward_dkdv": (32, 64)}
 CHANGES: list[dict[str, Any]] = [
-    {"SKIP_INNER": True, "CAUSAL": False, "HAS_IDS": True},
+    {"SKIP_INNER": True, "CAUSAL": False, "HAS_IDS": True, "HAS_DOCUMENTS": True},
     {"RATIOS": (), "BLOCK_SPARSE": True, "FIRST": True, "HAS_IDS": True},
+    {"HAS_DOCUMENTS": True},
     {},
     {"SKIP_INNER": True, "FIRST": True, "LAST": False, "EVEN": True},
 ]
@@ -34,7 +35,7 @@ def type_of(name: str) -> Any:
         return "*bf16"
     if name in ("q_ids", "k_ids", "offsets"):
         return "*i64"
-    if name in ("indices", "queries", "keys", "slots"):
+    if name in ("indices", "queries", "keys", "slots", "work"):
         return "*i32"
     if name in ("scale_log2", "softmax_scale"):
         return "fp32"
@@ -71,6 +72,7 @@ def compile_branch(kernel: str, **changes: Any) -> None:
         "EVEN": False,
         "BLOCK_SPARSE": False,
         "HAS_IDS": False,
+        "HAS_DOCUMENTS": False,
         "HEAD_DIM": 64,
         "TILE_D": 64,
         "TILE_M": queries,

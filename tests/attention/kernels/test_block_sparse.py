@@ -32,9 +32,10 @@ KERNELS = [pytest.param(True, id="gluon"), pytest.param(False, id="triton")]
 
 
 def is_used(
-    q: Tensor, k: Tensor, pattern: Pattern, ids: Any = None, is_causal: bool = True
-) -> bool:
-    call = dispatch._call_of(q, k, ids, pattern, is_causal, 1.0)
+    q: Tensor, k: Tensor, pattern: Pattern, ids: Any = None, is_causal: bool = True,
+    has_documents: bool = False,
+) -> bool:  # fmt: skip
+    call = dispatch._call_of(q, k, ids, pattern, is_causal, 1.0, has_documents)
     return bool(call.has_block_sparse_backward)
 
 
@@ -167,6 +168,7 @@ def test_other_inputs_use_the_branch_kernels(device: str) -> None:
     assert not is_used(q, q, Dilated((512,), (2,), pattern))
     assert not is_used(q, q, BlockSparse(64, density=0.5))
     assert not is_used(q, q, pattern, ids)
+    assert not is_used(q, q, pattern, has_documents=True)
     assert not is_used(q, q, pattern, is_causal=False)
     assert not is_used(q[:, :500], q[:, :500], pattern)
     long = q[:, :1].expand(1, 2 * block_sparse.MAX_TOKENS, 2, 64)

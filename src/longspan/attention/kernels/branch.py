@@ -18,7 +18,12 @@ rows (float32, normalised, with a base-2 log-sum-exp), adds its pairs and stores
 densest, LAST, writes the output. Gradients are accumulated in the same way. There are no atomics:
 the same input gives the same bits.
 
-Ids. With HAS_IDS a query sees a key only if their 64-bit ids are equal: documents and padding.
+Documents. With HAS_DOCUMENTS each program takes one tile of one document, from the table `work`:
+rows, segments and residues are counted from the document's first token, `base`. Its row t is row
+(base + ρ) // r + t of a descriptor, at residue (base + ρ) mod r. No pair of two documents is
+visited.
+
+Ids. With HAS_IDS a query sees a key only if their 64-bit ids are equal: padding.
 
 Block sparsity. With BLOCK_SPARSE the rows of a segment form blocks of `block_size` rows, and only
 the pairs of blocks in a CSR matrix (`offsets`, `indices`) are visited. Under causality the matrix
@@ -53,6 +58,16 @@ def _tile_bounds(
     outer = start // segment * segment
     first = start + pid % tiles * TILE
     return first, start, tl.minimum(start + length, rows), outer, tl.minimum(outer + segment, rows)
+
+
+@triton.jit
+def _work_item(work, tokens, HAS_DOCUMENTS: tl.constexpr, REVERSED: tl.constexpr):
+    """A program's tile number, its document's first token, length and first partial row."""
+    if HAS_DOCUMENTS:
+        item = work + 4 * tl.program_id(0)
+        return tl.load(item), tl.load(item + 1), tl.load(item + 2), tl.load(item + 3)
+    pid = tl.num_programs(0) - 1 - tl.program_id(0) if REVERSED else tl.program_id(0)
+    return pid, 0, tokens, 0
 
 
 @triton.jit
@@ -145,7 +160,7 @@ def _key_range(
 @triton.jit
 def _forward_inner(
     acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids, indices, block_size,
-    batch, rho, head, rate, origin, start, stop, end, scale_log2,
+    batch, row0, rho, head, rate, origin, start, stop, end, scale_log2,
     BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
     CAUSAL: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +169,7 @@ def _forward_inner(
         n = _step_row(i, origin, indices, block_size, BLOCK_SPARSE)
         col = n + tl.arange(0, TILE_N)
         valid = col < end
-        k_tile = _load_tile(k, batch, n, rho, head, TILE_N, TILE_D)
+        k_tile = _load_tile(k, batch, row0 + n, rho, head, TILE_N, TILE_D)
         k_id = tl.load(k_ids + col.to(tl.int64) * rate, mask=valid) if HAS_IDS else col
         qk = _scores(
             q_tile, k_tile, row, col, q_id, k_id, q_log_count, k_log_count, valid, scale_log2,
@@ -165,7 +180,7 @@ def _forward_inner(
         p = tl.exp2(qk - m_safe[:, None])
         alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
-        v_tile = _load_tile(v, batch, n, rho, head, TILE_N, TILE_D)
+        v_tile = _load_tile(v, batch, row0 + n, rho, head, TILE_N, TILE_D)
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
         m_i = m_new
     return acc, l_i, m_i
@@ -173,16 +188,18 @@ def _forward_inner(
 
 @triton.jit(do_not_specialize=SHAPES)
 def forward(
-    q, k, v, out, partial, lse, q_ids, k_ids, offsets, indices,
+    q, k, v, out, partial, lse, q_ids, k_ids, offsets, indices, work,
     q_strides, out_strides, partial_strides, lse_stride, id_stride,
     tokens, heads, first_head, group, rate, segment, inner, partial_rate, block_size, scale_log2,
     RATIOS: tl.constexpr, SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, EVEN: tl.constexpr, BLOCK_SPARSE: tl.constexpr, HAS_IDS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """One tile of queries of one branch, merged into `partial` or, if LAST, into `out`."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest rows first
+    # The longest rows first.
+    pid, base, tokens, partial_base = _work_item(work, tokens, HAS_DOCUMENTS, True)
     first, start, end, outer, outer_end = _tile_bounds(
         pid, first_head + head, tokens, rate, segment, inner, SKIP_INNER, TILE_M
     )
@@ -190,19 +207,20 @@ def forward(
         return
     rho = (first_head + head) % rate
     shift = (rho - first_head - head) // rate
+    row0 = (base + rho) // rate if HAS_DOCUMENTS else 0
+    rho_0 = (base + rho) % rate if HAS_DOCUMENTS else rho
     row = first + tl.arange(0, TILE_M)
     valid = row < end
-    position = rho + row * rate
+    position = base + rho + row * rate
+    partial_row = partial_base + (rho + row * rate) // partial_rate
     in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
     lse_rows = lse + tl.program_id(1).to(tl.int64) * lse_stride + position
-    partial_rows = _pointers(
-        partial, partial_strides, batch, position // partial_rate, head, TILE_D
-    )
-    ids = batch.to(tl.int64) * id_stride
+    partial_rows = _pointers(partial, partial_strides, batch, partial_row, head, TILE_D)
+    ids = batch.to(tl.int64) * id_stride + base + rho
 
     q_rows = _pointers(q, q_strides, batch, position, head, TILE_D)
     q_tile = tl.load(q_rows, mask=in_bounds, other=0.0)
-    q_id = tl.load(q_ids + ids + position, mask=valid) if HAS_IDS else row
+    q_id = tl.load(q_ids + ids + row * rate, mask=valid) if HAS_IDS else row
     if FIRST:
         m_i = tl.full([TILE_M], float("-inf"), tl.float32)
         l_i = tl.zeros([TILE_M], tl.float32)
@@ -223,22 +241,22 @@ def forward(
         TILE_N,
     )  # fmt: skip
     acc, l_i, m_i = _forward_inner(
-        acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids + rho,
-        indices + first_index, block_size, batch, rho, head // group, rate, outer, begin, middle,
-        outer_end, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS, BLOCK_SPARSE and not CAUSAL, 0,
-        TILE_N, TILE_D,
+        acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids,
+        indices + first_index, block_size, batch, row0, rho_0, head // group, rate, outer, begin,
+        middle, outer_end, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS, BLOCK_SPARSE and not CAUSAL,
+        0, TILE_N, TILE_D,
     )  # fmt: skip
     if DIAGONAL or not EVEN:
         acc, l_i, m_i = _forward_inner(
-            acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids + rho,
-            indices, block_size, batch, rho, head // group, rate, outer, edge, stop, stop,
+            acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids,
+            indices, block_size, batch, row0, rho_0, head // group, rate, outer, edge, stop, stop,
             scale_log2, False, BIASED, HAS_IDS, True, 1 if DIAGONAL else 0, TILE_N, TILE_D,
         )  # fmt: skip
     if SKIP_INNER and not CAUSAL:
         acc, l_i, m_i = _forward_inner(
-            acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids + rho,
-            indices, block_size, batch, rho, head // group, rate, outer, start + inner, outer_end,
-            outer_end, scale_log2, False, BIASED, HAS_IDS, True, 0, TILE_N, TILE_D,
+            acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids,
+            indices, block_size, batch, row0, rho_0, head // group, rate, outer, start + inner,
+            outer_end, outer_end, scale_log2, False, BIASED, HAS_IDS, True, 0, TILE_N, TILE_D,
         )  # fmt: skip
 
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
@@ -273,17 +291,15 @@ def backward_preprocess(
 
 @triton.jit
 def _accumulate(
-    acc, grad, partial, grad_strides, partial_strides, batch, position, head, row, shift, in_bounds,
-    partial_rate, RATIOS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    acc, grad, partial, grad_strides, partial_strides, batch, position, partial_row, head, row,
+    shift, in_bounds, RATIOS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
     TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Add the sparser branches' partial to a tile's gradient and store it.
 
     In a nested pattern (RATIOS) they have written only the rows they keep, else all rows.
     """
-    partial_rows = _pointers(
-        partial, partial_strides, batch, position // partial_rate, head, TILE_D
-    )
+    partial_rows = _pointers(partial, partial_strides, batch, partial_row, head, TILE_D)
     if not FIRST:
         has_partial = in_bounds
         if len(RATIOS) > 0:
@@ -299,7 +315,7 @@ def _accumulate(
 @triton.jit
 def _dq_inner(
     acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v, k_ids, indices,
-    block_size, batch, rho, head, rate, origin, start, stop, end, scale_log2,
+    block_size, batch, row0, rho, head, rate, origin, start, stop, end, scale_log2,
     BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
     CAUSAL: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
@@ -308,8 +324,8 @@ def _dq_inner(
         n = _step_row(i, origin, indices, block_size, BLOCK_SPARSE)
         col = n + tl.arange(0, TILE_N)
         valid = col < end
-        k_tile = _load_tile(k, batch, n, rho, head, TILE_N, TILE_D)
-        v_tile = _load_tile(v, batch, n, rho, head, TILE_N, TILE_D)
+        k_tile = _load_tile(k, batch, row0 + n, rho, head, TILE_N, TILE_D)
+        v_tile = _load_tile(v, batch, row0 + n, rho, head, TILE_N, TILE_D)
         k_id = tl.load(k_ids + col.to(tl.int64) * rate, mask=valid) if HAS_IDS else col
         qk = _scores(
             q_tile, k_tile, row, col, q_id, k_id, q_log_count, k_log_count, valid, scale_log2,
@@ -324,17 +340,18 @@ def _dq_inner(
 
 @triton.jit(do_not_specialize=SHAPES)
 def backward_dq(
-    q, k, v, do, lse, delta, dq, partial, q_ids, k_ids, offsets, indices,
+    q, k, v, do, lse, delta, dq, partial, q_ids, k_ids, offsets, indices, work,
     q_strides, do_strides, dq_strides, partial_strides, delta_stride, id_stride,
     tokens, heads, first_head, group, rate, segment, inner, partial_rate, block_size, scale_log2,
     softmax_scale,
     RATIOS: tl.constexpr, SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, EVEN: tl.constexpr, BLOCK_SPARSE: tl.constexpr, HAS_IDS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries of one branch. `lse` is `safe_lse` of `backward_preprocess`."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    pid = tl.num_programs(0) - 1 - tl.program_id(0)
+    pid, base, tokens, partial_base = _work_item(work, tokens, HAS_DOCUMENTS, True)
     first, start, end, outer, outer_end = _tile_bounds(
         pid, first_head + head, tokens, rate, segment, inner, SKIP_INNER, TILE_M
     )
@@ -342,12 +359,15 @@ def backward_dq(
         return
     rho = (first_head + head) % rate
     shift = (rho - first_head - head) // rate
+    row0 = (base + rho) // rate if HAS_DOCUMENTS else 0
+    rho_0 = (base + rho) % rate if HAS_DOCUMENTS else rho
     row = first + tl.arange(0, TILE_M)
     valid = row < end
-    position = rho + row * rate
+    position = base + rho + row * rate
+    partial_row = partial_base + (rho + row * rate) // partial_rate
     in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
     lse_offset = tl.program_id(1).to(tl.int64) * delta_stride + position
-    ids = batch.to(tl.int64) * id_stride
+    ids = batch.to(tl.int64) * id_stride + base + rho
 
     q_rows = _pointers(q, q_strides, batch, position, head, TILE_D)
     q_tile = tl.load(q_rows, mask=in_bounds, other=0.0)
@@ -355,7 +375,7 @@ def backward_dq(
     do_tile = tl.load(do_rows, mask=in_bounds, other=0.0)
     lse_i = tl.load(lse + lse_offset, mask=valid, other=float("inf"))
     delta_i = tl.load(delta + lse_offset, mask=valid, other=0.0)
-    q_id = tl.load(q_ids + ids + position, mask=valid) if HAS_IDS else row
+    q_id = tl.load(q_ids + ids + row * rate, mask=valid) if HAS_IDS else row
     BIASED: tl.constexpr = len(RATIOS) > 0
     q_log_count = _log_counts(row, shift, RATIOS)
     k_log_count = _log_counts(tl.arange(0, TILE_N), shift, RATIOS)
@@ -368,34 +388,34 @@ def backward_dq(
     )  # fmt: skip
     acc = _dq_inner(
         acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
-        k_ids + ids + rho, indices + first_index, block_size, batch, rho, head // group, rate,
+        k_ids + ids, indices + first_index, block_size, batch, row0, rho_0, head // group, rate,
         outer, begin, middle, outer_end, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS,
         BLOCK_SPARSE and not CAUSAL, 0, TILE_N, TILE_D,
     )  # fmt: skip
     if DIAGONAL or not EVEN:
         acc = _dq_inner(
             acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
-            k_ids + ids + rho, indices, block_size, batch, rho, head // group, rate, outer, edge,
+            k_ids + ids, indices, block_size, batch, row0, rho_0, head // group, rate, outer, edge,
             stop, stop, scale_log2, False, BIASED, HAS_IDS, True, 1 if DIAGONAL else 0, TILE_N,
             TILE_D,
         )  # fmt: skip
     if SKIP_INNER and not CAUSAL:
         acc = _dq_inner(
             acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
-            k_ids + ids + rho, indices, block_size, batch, rho, head // group, rate, outer,
+            k_ids + ids, indices, block_size, batch, row0, rho_0, head // group, rate, outer,
             start + inner, outer_end, outer_end, scale_log2, False, BIASED, HAS_IDS, True, 0,
             TILE_N, TILE_D,
         )  # fmt: skip
     _accumulate(
         acc * softmax_scale, dq, partial, dq_strides, partial_strides, batch, position,
-        head, row, shift, in_bounds, partial_rate, RATIOS, FIRST, LAST, TILE_D,
+        partial_row, head, row, shift, in_bounds, RATIOS, FIRST, LAST, TILE_D,
     )  # fmt: skip
 
 
 @triton.jit
 def _dkdv_inner(
     dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do, lse, delta, q_ids,
-    indices, block_size, batch, rho, head, rate, origin, start, stop, end, scale_log2,
+    indices, block_size, batch, row0, rho, head, rate, origin, start, stop, end, scale_log2,
     BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
     CAUSAL: tl.constexpr, TILE_M: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
@@ -405,8 +425,8 @@ def _dkdv_inner(
         row = m + tl.arange(0, TILE_M)
         valid = row < end
         position = row * rate
-        q_tile = _load_tile(q, batch, m, rho, head, TILE_M, TILE_D)
-        do_tile = _load_tile(do, batch, m, rho, head, TILE_M, TILE_D)
+        q_tile = _load_tile(q, batch, row0 + m, rho, head, TILE_M, TILE_D)
+        do_tile = _load_tile(do, batch, row0 + m, rho, head, TILE_M, TILE_D)
         if EDGE:
             lse_i = tl.load(lse + position, mask=valid, other=float("inf"))
             delta_i = tl.load(delta + position, mask=valid, other=0.0)
@@ -429,34 +449,39 @@ def _dkdv_inner(
 @triton.jit(do_not_specialize=SHAPES)
 def backward_dkdv(
     q, k, v, do, lse, delta, dk, dv, partial_k, partial_v, q_ids, k_ids, offsets,
-    indices, k_strides, v_strides, dk_strides, partial_strides, delta_stride, id_stride,
+    indices, work, k_strides, v_strides, dk_strides, partial_strides, delta_stride, id_stride,
     tokens, heads, first_head, group, rate, segment, inner, partial_rate, block_size, scale_log2,
     softmax_scale,
     RATIOS: tl.constexpr, SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, EVEN: tl.constexpr, BLOCK_SPARSE: tl.constexpr, HAS_IDS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    HAS_DOCUMENTS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys of one branch, per query head. `lse` as in `backward_dq`."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
+    pid, base, tokens, partial_base = _work_item(work, tokens, HAS_DOCUMENTS, False)
     first, start, end, outer, outer_end = _tile_bounds(
-        tl.program_id(0), first_head + head, tokens, rate, segment, inner, SKIP_INNER, TILE_N
+        pid, first_head + head, tokens, rate, segment, inner, SKIP_INNER, TILE_N
     )
     if first >= end:
         return
     rho = (first_head + head) % rate
     shift = (rho - first_head - head) // rate
+    row0 = (base + rho) // rate if HAS_DOCUMENTS else 0
+    rho_0 = (base + rho) % rate if HAS_DOCUMENTS else rho
     col = first + tl.arange(0, TILE_N)
     valid = col < end
-    position = rho + col * rate
+    position = base + rho + col * rate
+    partial_row = partial_base + (rho + col * rate) // partial_rate
     in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
-    lse_offset = tl.program_id(1).to(tl.int64) * delta_stride + rho
-    ids = batch.to(tl.int64) * id_stride
+    lse_offset = tl.program_id(1).to(tl.int64) * delta_stride + base + rho
+    ids = batch.to(tl.int64) * id_stride + base + rho
 
     k_rows = _pointers(k, k_strides, batch, position, head // group, TILE_D)
     k_tile = tl.load(k_rows, mask=in_bounds, other=0.0)
     v_rows = _pointers(v, v_strides, batch, position, head // group, TILE_D)
     v_tile = tl.load(v_rows, mask=in_bounds, other=0.0)
-    k_id = tl.load(k_ids + ids + position, mask=valid) if HAS_IDS else col
+    k_id = tl.load(k_ids + ids + col * rate, mask=valid) if HAS_IDS else col
     BIASED: tl.constexpr = len(RATIOS) > 0
     k_log_count = _log_counts(col, shift, RATIOS)
     q_log_count = _log_counts(tl.arange(0, TILE_M), shift, RATIOS)
@@ -473,9 +498,9 @@ def backward_dkdv(
         middle = tl.minimum(outer + tl.cdiv(after, STEP) * STEP, outer_end)
         dk_acc, dv_acc = _dkdv_inner(
             dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
-            lse + lse_offset, delta + lse_offset, q_ids + ids + rho, indices, block_size, batch,
-            rho, head, rate, outer, begin, middle, middle, scale_log2, False, BIASED, HAS_IDS, True,
-            2, TILE_M, TILE_D,
+            lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch,
+            row0, rho_0, head, rate, outer, begin, middle, middle, scale_log2, False, BIASED,
+            HAS_IDS, True, 2, TILE_M, TILE_D,
         )  # fmt: skip
         begin = middle
     if BLOCK_SPARSE:
@@ -487,29 +512,29 @@ def backward_dkdv(
         last = begin + (outer_end - begin) // TILE_M * TILE_M
     dk_acc, dv_acc = _dkdv_inner(
         dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
-        lse + lse_offset, delta + lse_offset, q_ids + ids + rho, indices, block_size, batch, rho,
-        head, rate, outer, begin, last, outer_end, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS,
+        lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch, row0,
+        rho_0, head, rate, outer, begin, last, outer_end, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS,
         BLOCK_SPARSE, 0, TILE_M, TILE_D,
     )  # fmt: skip
     if not BLOCK_SPARSE and not EVEN:
         dk_acc, dv_acc = _dkdv_inner(
             dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
-            lse + lse_offset, delta + lse_offset, q_ids + ids + rho, indices, block_size, batch,
-            rho, head, rate, outer, last, outer_end, outer_end, scale_log2, False, BIASED, HAS_IDS,
-            True, 0, TILE_M, TILE_D,
+            lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch,
+            row0, rho_0, head, rate, outer, last, outer_end, outer_end, scale_log2, False, BIASED,
+            HAS_IDS, True, 0, TILE_M, TILE_D,
         )  # fmt: skip
     if SKIP_INNER and not CAUSAL:
         dk_acc, dv_acc = _dkdv_inner(
             dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
-            lse + lse_offset, delta + lse_offset, q_ids + ids + rho, indices, block_size, batch,
-            rho, head, rate, outer, outer, start, start, scale_log2, False, BIASED, HAS_IDS, True,
-            0, TILE_M, TILE_D,
+            lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch,
+            row0, rho_0, head, rate, outer, outer, start, start, scale_log2, False, BIASED,
+            HAS_IDS, True, 0, TILE_M, TILE_D,
         )  # fmt: skip
     _accumulate(
         dk_acc * softmax_scale, dk, partial_k, dk_strides, partial_strides, batch, position,
-        head, col, shift, in_bounds, partial_rate, RATIOS, FIRST, LAST, TILE_D,
+        partial_row, head, col, shift, in_bounds, RATIOS, FIRST, LAST, TILE_D,
     )  # fmt: skip
     _accumulate(
         dv_acc, dv, partial_v, dk_strides, partial_strides, batch, position,
-        head, col, shift, in_bounds, partial_rate, RATIOS, FIRST, LAST, TILE_D,
+        partial_row, head, col, shift, in_bounds, RATIOS, FIRST, LAST, TILE_D,
     )  # fmt: skip

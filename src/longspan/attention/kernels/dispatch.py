@@ -17,6 +17,7 @@ from longspan.attention.kernels import block_sparse
 from longspan.attention.kernels import branch as branch_kernels
 from longspan.attention.kernels.block_index import block_index
 from longspan.attention.kernels.block_sparse import LOG2_E
+from longspan.attention.kernels.documents import DocumentGroup, document_groups, work_table
 from longspan.attention.kernels.launch import Launch, Tiles, launch_all
 from longspan.attention.pattern import BlockSparse, Dilated, Pattern
 
@@ -122,6 +123,7 @@ class _Call:
     pattern: Pattern
     is_causal: bool
     has_ids: bool
+    has_documents: bool
     scale: float
 
     @cached_property
@@ -163,14 +165,25 @@ class _Call:
         starts = range(0, self.tokens, step)
         return [slice(start, min(start + step, self.tokens)) for start in starts]
 
+    def groups(self, starts: tuple[int, ...]) -> tuple[DocumentGroup, ...]:
+        """Documents whose partial buffers are allocated together."""
+        rate = self.schedule.partial_rate
+        per_token = 4 * self.heads * self.head_dim // rate
+        return document_groups(starts, self.tokens, rate, PARTIAL_BYTES // max(1, per_token))
+
     def padded(self, slab: slice) -> slice:
         """The slab of the inputs, whose length is padded to a multiple of every rate."""
         return slice(slab.start, slab.stop + -slab.stop % self.unit)
 
-    def new_partial(self, tokens: int) -> Tensor:
-        """Float32 (batch, every partial_rate-th token, heads, head_dim); empty for one branch."""
+    def new_partial(self, tokens: int, group: DocumentGroup | None = None) -> Tensor:
+        """Float32 (batch, every partial_rate-th token, heads, head_dim); empty for one branch.
+
+        With a group of documents, every partial_rate-th token of each of them.
+        """
         needed = len(self.schedule.branches) > 1 or not self.schedule.is_nested
         rows = -(-tokens // self.schedule.partial_rate) if needed else 0
+        if group is not None and needed:
+            rows = int(group.partial_begins[-1])
         new = torch.empty if self.schedule.is_nested else torch.zeros
         shape = (self.batch, rows, self.heads, self.head_dim)
         return new(shape, dtype=torch.float32, device=self.device)
@@ -188,6 +201,7 @@ class _Call:
             and self.blocks.block_size == block_sparse.BLOCK
             and self.is_causal
             and not self.has_ids
+            and not self.has_documents
             and len(self.branches) == 1
             and self.branches[0][0] >= self.tokens
             and self.branches[0][1] == 1
@@ -197,6 +211,25 @@ class _Call:
             and self.dtype.itemsize == 2
             and block_sparse.has_kernels(self.device)
         )
+
+    def tiles(self, name: str) -> tuple[Tiles, int, int]:
+        """The tiles of a kernel: the rows of a program's own tile, and of those it steps over."""
+        block = 0 if self.blocks is None else self.blocks.block_size
+        tiles = tiles_of(name, self.head_dim, self.dtype, block)
+        if name == "backward_dkdv":
+            return tiles, tiles.keys, tiles.queries
+        return tiles, tiles.queries, tiles.keys
+
+    def work(self, name: str, group: DocumentGroup | None, unused: Tensor) -> list[Tensor]:
+        """The work table of each branch."""
+        if group is None:
+            return [unused] * len(self.schedule.branches)
+        _, tile, _ = self.tiles(name)
+        by_key = name == "backward_dkdv"
+        return [
+            work_table(group, b.rate, b.segment, b.inner or b.segment, tile, by_key, self.device)
+            for b in self.schedule.branches
+        ]
 
     def block_index(self, branch: Branch, unused: Tensor, *, by_key: bool) -> tuple[Tensor, Tensor]:
         if self.blocks is None:
@@ -223,10 +256,8 @@ def _launches(
     `descriptor_strides` those it reads through descriptors, which a launch makes once;
     `row_strides` those between the rows of the log-sum-exp and between those of the ids.
     """
-    is_dkdv = name == "backward_dkdv"
     block_size = 1 if call.blocks is None else call.blocks.block_size
-    tiles = tiles_of(name, call.head_dim, call.dtype, 0 if call.blocks is None else block_size)
-    tile, step = (tiles.keys, tiles.queries) if is_dkdv else (tiles.queries, tiles.keys)
+    tiles, tile, step = call.tiles(name)
     scales = (call.scale * LOG2_E,) if name == "forward" else (call.scale * LOG2_E, call.scale)
     launches = []
     for branch in call.schedule.branches:
@@ -242,15 +273,19 @@ def _launches(
             "CAUSAL": call.is_causal,
             "FIRST": branch.is_first,
             "LAST": branch.is_last,
-            "EVEN": tokens % (branch.segment * branch.rate) == 0 and length % step == 0,
+            "EVEN": not call.has_documents
+            and tokens % (branch.segment * branch.rate) == 0
+            and length % step == 0,
             "BLOCK_SPARSE": call.blocks is not None,
             "HAS_IDS": call.has_ids,
+            "HAS_DOCUMENTS": call.has_documents,
             "HEAD_DIM": call.head_dim,
             "TILE_D": call.padded_dim,
             "TILE_M": tiles.queries,
             "TILE_N": tiles.keys,
         }
-        grid = (-(-rows // length) * -(-length // tile), call.batch * call.heads)
+        programs = -(-rows // length) * -(-length // tile)
+        grid = (None if call.has_documents else programs, call.batch * call.heads)
         kernel, tile_shape = getattr(branch_kernels, name), (branch.rate, step, call.padded_dim)
         launches.append(Launch(kernel, grid, scalars, constants, tiles, tile_shape))
     return launches
@@ -279,12 +314,12 @@ def _kernel_input(x: Tensor, multiple: int) -> Tensor:
 
 def _call_of(
     q: Tensor, k: Tensor, ids: tuple[Tensor, Tensor] | None, pattern: Pattern, is_causal: bool,
-    scale: float,
+    scale: float, has_documents: bool = False,
 ) -> _Call:  # fmt: skip
     batch, tokens, heads, head_dim = q.shape
     return _calls(
         batch, tokens, heads, heads // k.shape[2], head_dim, q.dtype, q.device, pattern, is_causal,
-        ids is not None, scale,
+        ids is not None, has_documents, scale,
     )  # fmt: skip
 
 
@@ -296,19 +331,22 @@ def forward(
     pattern: Pattern,
     is_causal: bool,
     scale: float,
+    starts: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:
     """The output and its base-2 log-sum-exp (batch, heads, tokens).
 
     q (batch, tokens, heads, head_dim); k, v the same with a divisor of q's heads; `ids`: int64
-    (batch, tokens) of queries and of keys.
+    (batch, tokens) of queries and of keys; `starts`: where documents begin, if the batch is one.
     """
-    call = _call_of(q, k, ids, pattern, is_causal, scale)
+    call = _call_of(q, k, ids, pattern, is_causal, scale, bool(starts))
     out = call.new_result()
     shape = (call.batch, call.heads, call.tokens)
     lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
     q, k, v = (_kernel_input(x, call.unit) for x in (q, k, v))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # where Triton launches
-        for slab in call.slabs:
+        for group in call.groups(starts) if starts else ():
+            _forward_slab(call, q, k, v, out, lse, *(ids or (lse, lse)), group)
+        for slab in () if starts else call.slabs:
             padded = call.padded(slab)
             _forward_slab(
                 call, _rows(q, padded), _rows(k, padded), _rows(v, padded), _rows(out, slab),
@@ -331,23 +369,35 @@ def _slab_ids(
 
 def _forward_slab(
     call: _Call, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, q_ids: Tensor,
-    k_ids: Tensor,
+    k_ids: Tensor, group: DocumentGroup | None = None,
 ) -> None:  # fmt: skip
     tokens = out.shape[1]
-    partial = call.new_partial(tokens)
-    strides = q.stride()[:3], out.stride()[:3], partial.stride()[:3]
+    partial = call.new_partial(tokens, group)
+    strides = q.stride()[:3], out.stride()[:3], _partial_strides(partial)
     row_strides = lse.stride(1), q_ids.stride(0) if call.has_ids else 0
-    launches = _launches(call, "forward", tokens, strides, (k.stride(), v.stride()), row_strides)
+    work, described = call.work("forward", group, lse), (k.stride(), v.stride())
+    launches = _launches(call, "forward", tokens, strides, described, row_strides)
     pointers = [
         (
             q, launch.descriptor(0, k), launch.descriptor(1, v), out, partial, lse, q_ids, k_ids,
-            *call.block_index(branch, lse, by_key=False),
+            *call.block_index(branch, lse, by_key=False), table,
         )
-        for branch, launch in zip(call.schedule.branches, launches, strict=True)
+        for branch, launch, table in zip(call.schedule.branches, launches, work, strict=True)
     ]  # fmt: skip
     launch_all(launches, pointers)
     if not call.schedule.is_nested:
-        out.copy_(partial)
+        _tokens_of(out, group).copy_(partial)
+
+
+def _partial_strides(partial: Tensor) -> tuple[int, ...]:
+    """Without that of a batch of one, which differs from one group of documents to the next."""
+    batch, *others = partial.stride()[:3]
+    return batch if len(partial) > 1 else 0, *others
+
+
+def _tokens_of(x: Tensor, group: DocumentGroup | None) -> Tensor:
+    """The tokens of a group of documents."""
+    return x if group is None else x[:, group.begins[0] : group.end]
 
 
 def backward(
@@ -361,9 +411,10 @@ def backward(
     pattern: Pattern,
     is_causal: bool,
     scale: float,
+    starts: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, given that of the output, `do`, and the results of `forward`."""
-    call = _call_of(q, k, ids, pattern, is_causal, scale)
+    call = _call_of(q, k, ids, pattern, is_causal, scale, bool(starts))
     dq, dk, dv = call.new_result(), call.new_result(), call.new_result()
     q, k, v, do = (_kernel_input(x, call.unit) for x in (q, k, v, do))
     out, lse = _kernel_input(out, 1), lse.contiguous()
@@ -377,7 +428,11 @@ def backward(
             assert call.blocks is not None
             block_sparse.backward(q, k, v, do, safe_lse, delta, dq, dk, dv, call.blocks, call.scale)
         else:
-            for slab in call.slabs:
+            for group in call.groups(starts) if starts else ():
+                inputs = _Inputs(q, k, v, do, safe_lse, delta, *(ids or (lse, lse)))
+                _dq_slab(call, inputs, dq, group)
+                _dkdv_slab(call, inputs, dk, dv, group)
+            for slab in () if starts else call.slabs:
                 padded = call.padded(slab)
                 inputs = _Inputs(
                     _rows(q, padded), _rows(k, padded), _rows(v, padded), _rows(do, padded),
@@ -404,47 +459,49 @@ class _Inputs(NamedTuple):
     k_ids: Tensor
 
 
-def _dq_slab(call: _Call, inputs: _Inputs, dq: Tensor) -> None:
+def _dq_slab(call: _Call, inputs: _Inputs, dq: Tensor, group: DocumentGroup | None = None) -> None:
     q, k, v, do, lse, delta, q_ids, k_ids = inputs
     tokens = dq.shape[1]
-    partial = call.new_partial(tokens)
+    partial = call.new_partial(tokens, group)
     strides = (
-        q.stride()[:3], do.stride()[:3], dq.stride()[:3], partial.stride()[:3],
+        q.stride()[:3], do.stride()[:3], dq.stride()[:3], _partial_strides(partial),
     )  # fmt: skip
     row_strides = lse.stride(1), q_ids.stride(0) if call.has_ids else 0
-    launches = _launches(
-        call, "backward_dq", tokens, strides, (k.stride(), v.stride()), row_strides
-    )
+    work, described = call.work("backward_dq", group, lse), (k.stride(), v.stride())
+    launches = _launches(call, "backward_dq", tokens, strides, described, row_strides)
     pointers = [
         (
             q, launch.descriptor(0, k), launch.descriptor(1, v), do, lse, delta, dq, partial,
-            q_ids, k_ids, *call.block_index(branch, lse, by_key=False),
+            q_ids, k_ids, *call.block_index(branch, lse, by_key=False), table,
         )
-        for branch, launch in zip(call.schedule.branches, launches, strict=True)
+        for branch, launch, table in zip(call.schedule.branches, launches, work, strict=True)
     ]  # fmt: skip
     launch_all(launches, pointers)
     if not call.schedule.is_nested:
-        dq.copy_(partial)
+        _tokens_of(dq, group).copy_(partial)
 
 
-def _dkdv_slab(call: _Call, inputs: _Inputs, dk: Tensor, dv: Tensor) -> None:
+def _dkdv_slab(
+    call: _Call, inputs: _Inputs, dk: Tensor, dv: Tensor, group: DocumentGroup | None = None
+) -> None:
     q, k, v, do, lse, delta, q_ids, k_ids = inputs
     tokens = dk.shape[1]
-    partial_k, partial_v = call.new_partial(tokens), call.new_partial(tokens)
+    partial_k, partial_v = call.new_partial(tokens, group), call.new_partial(tokens, group)
     strides = (
-        k.stride()[:3], v.stride()[:3], dk.stride()[:3], partial_k.stride()[:3],
+        k.stride()[:3], v.stride()[:3], dk.stride()[:3], _partial_strides(partial_k),
     )  # fmt: skip
     row_strides = lse.stride(1), q_ids.stride(0) if call.has_ids else 0
     described = q.stride(), do.stride()
+    work = call.work("backward_dkdv", group, lse)
     launches = _launches(call, "backward_dkdv", tokens, strides, described, row_strides)
     pointers = [
         (
             launch.descriptor(0, q), k, v, launch.descriptor(1, do), lse, delta, dk, dv, partial_k,
-            partial_v, q_ids, k_ids, *call.block_index(branch, lse, by_key=True),
+            partial_v, q_ids, k_ids, *call.block_index(branch, lse, by_key=True), table,
         )
-        for branch, launch in zip(call.schedule.branches, launches, strict=True)
+        for branch, launch, table in zip(call.schedule.branches, launches, work, strict=True)
     ]  # fmt: skip
     launch_all(launches, pointers)
     if not call.schedule.is_nested:
-        dk.copy_(partial_k)
-        dv.copy_(partial_v)
+        _tokens_of(dk, group).copy_(partial_k)
+        _tokens_of(dv, group).copy_(partial_v)

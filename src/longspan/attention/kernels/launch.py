@@ -39,30 +39,35 @@ class Launch:
     """
 
     def __init__(
-        self, kernel: Any, grid: tuple[int, int], scalars: tuple[Any, ...],
+        self, kernel: Any, grid: tuple[int | None, int], scalars: tuple[Any, ...],
         constants: Mapping[str, Any], tiles: Tiles, tile_shape: tuple[int, int, int] = (1, 1, 1),
     ) -> None:  # fmt: skip
+        """`grid`: programs, with None one for each item of a work table, the last pointer."""
         self.kernel, self.grid, self.scalars, self.constants = kernel, grid, scalars, constants
         self.tiles, self.tile_shape = tiles, tile_shape  # (rate, rows, dims)
-        self._run: Any = None
+        self._compiled: Any = None
         self._prototypes: dict[int, Any] = {}
 
     @property
     def is_compiled(self) -> bool:
-        return self._run is not None
+        return self._compiled is not None
 
     def __call__(self, *pointers: Any) -> None:
-        if self._run is not None:
-            self._run(*pointers, *self.scalars, *self.constants.values())
-            return
-        compiled = self.kernel[self.grid](*pointers, *self.scalars, **self._options)
-        if compiled is not None:  # the interpreter compiles nothing
-            self._run = compiled[(*self.grid, 1)]
+        grid = self._grid_of(pointers)
+        if self._compiled is not None:
+            self._compiled[(*grid, 1)](*pointers, *self.scalars, *self.constants.values())
+        else:  # the interpreter compiles nothing and returns None
+            self._compiled = self.kernel[grid](*pointers, *self.scalars, **self._options)
 
     def compile(self, *pointers: Any) -> None:
         """Compile the kernel for these arguments; within AsyncCompileMode only start to."""
         if isinstance(self.kernel, JITFunction):  # not interpreted
-            self.kernel.warmup(*pointers, *self.scalars, grid=self.grid, **self._options)
+            grid = self._grid_of(pointers)
+            self.kernel.warmup(*pointers, *self.scalars, grid=grid, **self._options)
+
+    def _grid_of(self, pointers: tuple[Any, ...]) -> tuple[int, int]:
+        programs, heads = self.grid
+        return len(pointers[-1]) if programs is None else programs, heads
 
     @property
     def _options(self) -> dict[str, Any]:
