@@ -5,3 +5,6 @@ IGNORE_INDEX = -100
 LOSS_CHUNK = 1 << 26
 """Logits per chunk of the loss: 256 MiB in float32, enough rows for the matrix products to run at
 full rate."""
+
+MUON_ITERATIONS = 5
+"""Newton-Schulz iterations of a step of Muon."""

@@ -26,7 +26,10 @@ from tests.terminal import Terminal
         ("longspan completion ", ["bash", "zsh", "fish"]),
         ("longspan train tra", ["train.", "track."]),
         ("longspan train train.warm", ["train.warmup_steps="]),
-        ("longspan train train.optimizer=", ["train.optimizer=adamw", "train.optimizer=adamw8bit"]),
+        (
+            "longspan train train.optimizer=",
+            [f"train.optimizer={name}" for name in ("adamw", "adamw8bit", "muon")],
+        ),
         ("longspan verify --nproc 2 layout.offload=t", ["layout.offload=true"]),
         (
             "longspan train train.compile=",

@@ -54,7 +54,8 @@ def allocated_by(rank: int, world: int, options: list[str]) -> tuple[int, int, i
         train_step(state, data, run.train, CPU)
         signs = sum(x.nbytes for x in engine.model.buffers())
     (used,) = found
-    steps = 4 * len(engine.optimizer.state)  # one step counter per parameter
+    # One step counter per parameter that AdamW updates.
+    steps = 4 * sum("step" in state for state in engine.optimizer.state.values())
     return used["parameters"], used["gradients"], used["optimizer state"] - steps, signs
 
 
@@ -71,6 +72,7 @@ def allocated_by(rank: int, world: int, options: list[str]) -> tuple[int, int, i
         (4, ["layout.pipeline=2", "layout.tensor=2", "model.tie_embeddings=false"]),
         (2, ["layout.pipeline=2", "layout.schedule=zbv", "model.linear=low_rank"]),
         (2, ["layout.sequence=2"]),
+        (4, ["layout.tensor=2", "layout.shard=2", "train.optimizer=muon"]),
     ],
     ids=str,
 )

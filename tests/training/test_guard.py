@@ -69,7 +69,7 @@ def lines(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit"])
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw8bit", "muon"])
 def test_a_step_with_nan_gradients_changes_nothing(tmp_path: Path, optimizer: str) -> None:
     options = ["train.steps=4", "checkpoint.every=1", f"train.optimizer={optimizer}"]
     with torch.compiler.set_stance("force_eager"):

@@ -37,9 +37,12 @@ class Train(Section):
     """Number of final decay steps of the "wsd" schedule."""
     min_lr_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Final learning rate, as a fraction of the peak."""
-    optimizer: Literal["adamw", "adamw8bit"] = "adamw"
+    optimizer: Literal["adamw", "adamw8bit", "muon"] = "adamw"
     """Optimizer: AdamW with 32-bit moments, or with 8-bit moments (torchao), which saves 6 bytes
-    per parameter."""
+    per parameter; "muon" orthogonalises the updates of the blocks' matrices, which saves 4, and
+    uses AdamW for the rest."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    """Muon's decay rate for the average of gradients."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """AdamW's weight decay, applied to matrices only."""
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9

@@ -1,4 +1,4 @@
-"""AdamW with 32-bit or 8-bit moments, and its state to and from a checkpoint.
+"""AdamW with 32-bit or 8-bit moments, or Muon, and their state to and from a checkpoint.
 
 A checkpoint holds 32-bit moments whatever the optimizer, so that a run can resume with either.
 8-bit moments (torchao) are a code per value and a scale per 256 values; tensors with fewer than
@@ -16,15 +16,23 @@ from torch.distributed.tensor import DTensor
 
 from longspan.config import Train
 from longspan.engines.deepspeed_internals import full_dims
+from longspan.engines.muon import MOMENTUM, Muon, is_matrix
 from longspan.errors import UserError
 from longspan.parallel.dtensor import from_local_like, to_local
+from longspan.parallel.parameters import named_parameters
+
+ADAMW_KEYS = {"exp_avg", "exp_avg_sq", "step"}
+"""The state of AdamW for each parameter."""
 
 
 def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
     """The run's optimizer. Weight decay applies to matrices, not to norms and biases."""
     kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for p in model.parameters():
-        if p.requires_grad:
+    matrices: list[nn.Parameter] = []
+    for name, p in named_parameters(model):
+        if p.requires_grad and train.optimizer == "muon" and is_matrix(name, tuple(p.shape)):
+            matrices.append(p)
+        elif p.requires_grad:
             # Fused kernels take no plain tensors beside DTensors: under tensor parallelism some
             # norms are split, others are not.
             kinds.setdefault((full_dims(p) > 1, isinstance(p, DTensor)), []).append(p)
@@ -37,6 +45,9 @@ def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
         "betas": (train.beta1, train.beta2),
         "eps": train.eps,
     }
+    if train.optimizer == "muon":
+        decay = train.weight_decay
+        return Muon(matrices, groups, momentum=train.momentum, weight_decay=decay, **options)
     if train.optimizer == "adamw":
         return torch.optim.AdamW(groups, **options, fused=True)
     try:
@@ -47,6 +58,12 @@ def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
         ) from error
     eight_bits: torch.optim.Optimizer = AdamW8bit(groups, **options)
     return eight_bits
+
+
+def state_keys(optimizer: torch.optim.Optimizer, name: str, shape: tuple[int, ...]) -> set[str]:
+    """The kinds of state that the run's optimizer keeps for a parameter of the decoder."""
+    is_momentum = isinstance(optimizer, Muon) and is_matrix(name, shape)
+    return {MOMENTUM} if is_momentum else set(ADAMW_KEYS)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from longspan.config import Run
+from longspan.costs import linear_sizes
 from longspan.parallel.choices import reduce_dtype
 from longspan.planning.activations import Activations, BlockActivations
 from longspan.planning.parameters import Degrees, ModelSplit, RankParameter
@@ -22,6 +23,11 @@ FP32_BYTES = 4
 HEAD_BUFFERS = 3
 """Buffers as large as the head at the end of the backward pass: the head's gradient, which the
 chunked loss computes in forward; that of the embedding or of earlier micro-batches; their sum."""
+MATRIX, NORM = ".weight", "norm.weight"
+"""How the names of weights end, and of those among them that are no matrices."""
+MUON_WORKSPACE = 14
+"""Bytes per element of a whole matrix in Muon's step: its momentum and its update in float32, and
+three products of the iteration in bfloat16."""
 MIN_8BIT_ELEMENTS, QUANT_BLOCK = 4096, 256
 """torchao's 8-bit Adam keeps smaller tensors in float32, and has one scale per block."""
 
@@ -96,13 +102,15 @@ class _Counts:
         copies: dict[int, int] = {}
         for p in parameters:
             self.local += p.copies * p.local
-            self.moments += p.copies * _moment_bytes(p.local, optimizer)
             block = p.block
+            is_matrix = block is not None and p.name.endswith(MATRIX) and not p.name.endswith(NORM)
+            kind = "momentum" if optimizer == "muon" and is_matrix else optimizer
+            self.moments += p.copies * _moment_bytes(p.local, kind)
             if block is None:
                 self.outside_blocks += p.gathered
                 self.head = max(self.head, p.gathered)  # or the tied embedding
                 continue
-            if p.name.endswith(".weight") and not p.name.endswith("norm.weight"):
+            if is_matrix:
                 self.autocast += p.copies * p.gathered
             blocks[block] = blocks.get(block, 0) + p.gathered
             copies[block] = p.copies
@@ -233,6 +241,10 @@ def _moments(
         ),
         "the end of the backward pass": moment(1.0, held - one, transient=at_end),
     }
+    if run.train.optimizer == "muon":
+        largest = max(i * o for i, o in linear_sizes(run.model).values())
+        transient = MUON_WORKSPACE * largest
+        moments["the optimizer step"] = moment(1.0, held - one, transient=transient)
     return moments, kept
 
 
@@ -293,7 +305,9 @@ def _transient_sharded(run: Run, degrees: Degrees, counts: _Counts) -> tuple[int
 
 
 def _moment_bytes(count: int, optimizer: str) -> int:
-    """Bytes of the two Adam moments of a tensor with `count` elements."""
+    """Bytes of the two Adam moments of a tensor with `count` elements, or of Muon's momentum."""
+    if optimizer == "momentum":
+        return FP32_BYTES * count
     if optimizer == "adamw8bit" and count >= MIN_8BIT_ELEMENTS and count % QUANT_BLOCK == 0:
         return 2 * (count + FP32_BYTES * count // QUANT_BLOCK)
     return 2 * FP32_BYTES * count

@@ -16,6 +16,7 @@ from typing import Any
 
 from longspan.attention.pattern import Dense, Dilated, Pattern, patterns_of
 from longspan.config import Layout, Model, Run
+from longspan.constants import MUON_ITERATIONS
 from longspan.costs import count_parameters, linear_sizes, rank_of
 from longspan.errors import UserError
 from longspan.flops import (
@@ -302,6 +303,15 @@ def _bubble(layout: Layout, ranks: int) -> float:
     return times / 3 if layout.schedule == "zbv" else times
 
 
+def _muon_flops(run: Run) -> float:
+    """FLOPs of Muon's iterations in a step, which every rank of a pipeline stage computes."""
+    if run.train.optimizer != "muon":
+        return 0.0
+    sizes = [sorted(size) for size in linear_sizes(run.model).values()]
+    one = sum(4 * short**2 * long + 2 * short**3 for short, long in sizes)
+    return float(MUON_ITERATIONS * run.model.layers * one)
+
+
 def _step_end(run: Run, shape: _Shape, device: Device, rates: RunRates) -> tuple[float, float]:
     """Seconds of the optimizer, and of copies to and from the CPU with `layout.offload`."""
     parameters = shape.local_parameters
@@ -309,7 +319,8 @@ def _step_end(run: Run, shape: _Shape, device: Device, rates: RunRates) -> tuple
     if run.train.optimizer == "adamw8bit":
         moved *= EIGHT_BIT_TRAFFIC
     if not run.layout.offload:
-        return moved / (device.bandwidth * rates.bandwidth), 0.0
+        iterations = _muon_flops(run) / (shape.ranks["pipeline"] * shape.peak * rates.matmul)
+        return moved / (device.bandwidth * rates.bandwidth) + iterations, 0.0
     gathers = shape.micro_batches * (2 if run.layout.zero == 3 else 1)
     copied = 4 * parameters * (gathers + shape.micro_batches)
     return moved / rates.host_optimizer, copied / rates.host_link

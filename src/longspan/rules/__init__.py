@@ -20,6 +20,7 @@ from longspan.rules.model import (
     init_from_rules,
     layers_rules,
     model_rules,
+    optimizer_rules,
     recall_rules,
     sketch_rules,
 )
@@ -48,6 +49,7 @@ DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     attention_rules,
     layers_rules,
     init_from_rules,
+    optimizer_rules,
     documents_rules,
     mix_rules,
     recall_rules,

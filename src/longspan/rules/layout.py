@@ -114,6 +114,9 @@ def layout_rules(layout: Layout, train: Train, world: int) -> Problems:
             "true needs sharded parameters, but layout.shard is 1: set layout.shard > 1 or "
             "layout.offload = false",
         )
+    if layout.offload and train.optimizer == "muon":
+        message = '"muon" is not supported with layout.offload = true, which steps on the CPU'
+        yield Problem("train.optimizer", f'{message}: use "adamw", or layout.offload = false')
     if problem := backend_problem(layout.backend, train.device, ranks):
         yield Problem("layout.backend", problem)
     data_parallel = ranks["replicate"] * ranks["shard"]

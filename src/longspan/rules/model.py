@@ -166,6 +166,15 @@ def init_from_rules(model: Model, train: Train) -> Problems:
         )
 
 
+def optimizer_rules(model: Model, train: Train) -> Problems:
+    if train.optimizer == "muon" and model.linear != "dense":
+        yield Problem(
+            "train.optimizer",
+            f'"muon" needs dense layers, but model.linear is "{model.linear}", whose factors it '
+            'would orthogonalise: use "adamw"',
+        )
+
+
 def factory_rules(model: Model, train: Train) -> Problems:
     module, _, name = model.factory.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), name]):
@@ -174,6 +183,9 @@ def factory_rules(model: Model, train: Train) -> Problems:
     if train.init_from:
         message = "is not supported with model.factory: load the weights in the factory"
         yield Problem("train.init_from", message)
+    if train.optimizer == "muon":
+        message = '"muon" is not supported with model.factory: give the task an optimizer of yours'
+        yield Problem("train.optimizer", message)
 
 
 def documents_rules(model: Model, data: Data) -> Problems:

@@ -35,6 +35,9 @@ def train_rules(train: Train) -> Problems:
             f"{train.decay_steps} + train.warmup_steps = {train.warmup_steps} is more than "
             f"train.steps = {train.steps}: lower one of them or raise train.steps",
         )
+    if train.optimizer != "muon" and train.momentum != Train().momentum:
+        message = f'has no effect with train.optimizer = "{train.optimizer}": remove it'
+        yield Problem("train.momentum", message)
     if train.precision == "fp16" and train.device == "cpu":
         message = '"fp16" needs a GPU, but train.device is "cpu": use "fp32"'
         yield Problem("train.precision", message)
@@ -45,6 +48,9 @@ def engine_rules(engine: Engine, layout: Layout, train: Train, world: int) -> Pr
     if engine.name == "native" or layout_problems(layout.ranks(), world):
         return
     name, ranks = engine.name, layout.resolve(world)
+    if train.optimizer == "muon":
+        message = f'"muon" needs engine.name = "native", but it is "{name}": use "adamw"'
+        yield Problem("train.optimizer", message)
     for axis in ("sequence", "tensor", "pipeline"):
         if ranks[axis] > 1:
             yield Problem(
@@ -93,7 +99,7 @@ def _deepspeed_problems(
     if layout.gradient_compression == "powersgd":
         message = '"powersgd" is not supported with DeepSpeed: use "none" or "bf16"'
         yield Problem("layout.gradient_compression", message)
-    if train.optimizer != "adamw":
+    if train.optimizer == "adamw8bit":
         message = f'"{train.optimizer}" needs engine.name = "native": use "adamw"'
         yield Problem("train.optimizer", message)
     if train.compile is True and stage == 3:

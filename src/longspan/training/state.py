@@ -30,6 +30,8 @@ from longspan.checkpoint import (
 from longspan.config import Attention, Data, Model, Run
 from longspan.data import Source
 from longspan.engines import Engine
+from longspan.engines.muon import Muon
+from longspan.engines.optimizer import ADAMW_KEYS, state_keys
 from longspan.errors import Damaged, Diverged, UserError, first_problem
 from longspan.parallel.collectives import all_reduce_max
 from longspan.parallel.mesh import ParallelMesh
@@ -51,7 +53,6 @@ SCALER = {
 MERSENNE_TWISTER = slice(24, 24 + 624 * 8)
 """The words of the CPU's generator within the bytes of its state."""
 GROUPS = {"model", "optimizer", "rng", "buffers"}
-OPTIMIZER_KEYS = {"exp_avg", "exp_avg_sq", "step"}
 
 
 class SavedState(BaseModel):
@@ -171,7 +172,8 @@ class TrainState:
         if self.has_own_optimizer:
             optimizer = _check_own_optimizer(saved)
         else:
-            optimizer = _check_optimizer(saved, has_stepped=state.norm_average.steps > 0)
+            has_stepped = state.norm_average.steps > 0
+            optimizer = _check_optimizer(saved, self.engine.optimizer, has_stepped=has_stepped)
         buffers = _read_buffers(saved, persistent_buffers(self.engine.model))
         rng = _read_rng_states(saved)
         self.is_whole = False
@@ -228,7 +230,9 @@ def read_saved_state(saved: Checkpoint) -> SavedState:
     return state
 
 
-def _check_optimizer(saved: Checkpoint, *, has_stepped: bool) -> list[tuple[str, str, bool]]:
+def _check_optimizer(
+    saved: Checkpoint, optimizer: Optimizer, *, has_stepped: bool
+) -> list[tuple[str, str, bool]]:
     """Return (parameter, key, is scalar) of a checkpoint's optimizer state, if it is complete.
 
     `has_stepped`: whether a step was applied; without one, as when all were skipped, there may be
@@ -238,14 +242,15 @@ def _check_optimizer(saved: Checkpoint, *, has_stepped: bool) -> list[tuple[str,
     expected = {
         f"{name}.{key}": () if key == "step" else shape
         for name, shape in shapes.items()
-        for key in OPTIMIZER_KEYS
+        for key in state_keys(optimizer, name, shape)
     }
+    kind = "Muon" if isinstance(optimizer, Muon) else "AdamW"
     for name in sorted(expected.keys() | found.keys()) if found or has_stepped else ():
         if found.get(name) != expected.get(name):
             raise UserError(
-                f"the optimizer state in {saved.path} is not that of AdamW for this model: {name} "
-                f"has shape {found.get(name)}, expected {expected.get(name)}; use another "
-                "checkpoint, or start a new run"
+                f"the optimizer state in {saved.path} is not that of {kind} for this model: {name} "
+                f"has shape {found.get(name)}, expected {expected.get(name)}; use the "
+                "train.optimizer or the checkpoint of before, or start a new run"
             )
         dtype = saved.dtype(f"optimizer/{name}")
         if expected[name] != () and dtype not in FLOATS:
@@ -274,7 +279,7 @@ def _check_own_optimizer(saved: Checkpoint) -> list[tuple[str, str, bool]]:
             )
         keys.setdefault(parameter, set()).add(key)
     expected = set().union(*keys.values())
-    if expected - OPTIMIZER_KEYS:
+    if expected - ADAMW_KEYS:
         expected = set()
     for parameter, have in keys.items():
         if missing := expected - have:
