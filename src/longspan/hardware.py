@@ -145,7 +145,9 @@ to compare layouts on one machine, which all use the same."""
 
 def cpu_device(processes: int) -> Device:
     """What one of `processes` on this machine has of its CPU, in round terms."""
-    cores, total = os.cpu_count() or 1, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    mine = hasattr(os, "sched_getaffinity")
+    cores = len(os.sched_getaffinity(0)) if mine else os.cpu_count() or 1
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
         name="cpu",
         title="CPU process",

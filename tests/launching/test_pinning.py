@@ -45,3 +45,15 @@ def test_a_process_pins_itself(tmp_path: Path) -> None:
     command = [sys.executable, str(script)]
     run_processes(command, 2, tmp_path / "logs", quiet=True, variables=variables)
     assert (tmp_path / "logs" / "rank-1.log").read_text() == f"[{last}] 1\n"
+
+
+def test_processes_share_the_cores_of_this_process_not_those_of_the_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As under taskset, Slurm or a container's cpuset: more threads than cores wait in turns."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    code = "import os, pathlib; pathlib.Path('threads').write_text(os.environ['OMP_NUM_THREADS'])"
+    monkeypatch.chdir(tmp_path)
+    assert run_processes([sys.executable, "-c", code], 1, tmp_path / "logs", quiet=True) == 0
+    assert int(Path("threads").read_text()) == len(available_cores())

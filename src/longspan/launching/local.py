@@ -23,7 +23,7 @@ from types import FrameType, MappingProxyType, TracebackType
 
 from longspan.faults import FAULT, LAUNCHER_PID
 from longspan.generation import Generation
-from longspan.launching.pinning import pin_rank
+from longspan.launching.pinning import available_cores, pin_rank
 from longspan.launching.spares import Process, Spares
 from longspan.locking import INHERITED
 from longspan.loopback import STORE, loopback_only
@@ -84,7 +84,7 @@ def run_processes(
     loopback_only(environment)
     if lock is not None:
         environment[INHERITED] = str(lock)
-    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // nproc)))
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, len(available_cores()) // nproc)))
     if spares is not None:
         spares.prepare(environment, lock)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -26,6 +27,10 @@ from longspan.nn import (
     logits_of,
 )
 from longspan.sketching.layers import LowRankLinear, SKLinear, low_rank_std, seed_of, sketched_std
+from longspan.torch_internals import has_dispatch_mode
+
+DRAWN_TOGETHER = 8
+"""Initial values that threads draw at a time: two minutes of a core for eight billion."""
 
 
 class SelfAttention(nn.Module):
@@ -271,9 +276,16 @@ def initialize(
 
     `distribute(full, parameter)` gives the shard of a full initial value that a rank holds.
     """
-    for name, parameter in parameters:
-        full = initial_weight(model.config, seed, name, parameter.shape)
-        parameter.copy_(distribute(full, parameter))
+    waiting = list(parameters)
+    together = 1 if has_dispatch_mode() else DRAWN_TOGETHER  # a mode is that of one thread
+    with ThreadPoolExecutor(together) as pool:  # one thread draws a random stream
+        draw = map if together == 1 else pool.map
+        while waiting:
+            drawn, waiting = waiting[:together], waiting[together:]
+            shapes = {name: parameter.shape for name, parameter in drawn}
+            full = draw(partial(initial_weight, model.config, seed), shapes, shapes.values())
+            for (_, parameter), value in zip(drawn, full, strict=True):
+                parameter.copy_(distribute(value, parameter))
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
