@@ -25,6 +25,7 @@ from tests.test_security import CASES
 
 WORDS = [f"w{n}" for n in range(300)]
 CONTEXT = 16
+OPTIONS = [f"data.context={CONTEXT}", "data.documents=join"]
 MAX_KIB = 1 << 20
 
 
@@ -140,7 +141,7 @@ def test_an_attacked_folder_is_rejected_or_read_as_it_says(original: Path, tmp_p
             index = with_hashes(folder, index)
         (folder / "index.json").write_text(json.dumps(index))
         try:
-            run = load_run(None, [f"data.source={folder}", f"data.context={CONTEXT}"])
+            run = load_run(None, [f"data.source={folder}", *OPTIONS])
             source = open_source(run.data, run.model)
             verification = source.verification()
             assert verification is not None
@@ -161,7 +162,7 @@ def test_an_attacked_folder_is_rejected_or_read_as_it_says(original: Path, tmp_p
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_an_attacked_tokenizer_is_rejected_or_works(original: Path, name: str) -> None:
     text, rng, rejected = (original / name).read_text(), random.Random(1), 0
-    run = load_run(None, [f"data.source={original}", f"data.context={CONTEXT}"])
+    run = load_run(None, [f"data.source={original}", *OPTIONS])
     for case in range(CASES // 2):
         changed = json.loads(text)
         for _ in range(rng.randint(1, 3)):

@@ -17,6 +17,8 @@ from longspan.data.samples import Sample, bigram_nats
 from longspan.data.source import RecallSource, TokenSource
 from longspan.data.token_split import TokenSplit
 from longspan.errors import UserError
+from longspan.models import new_decoder
+from longspan.runfile import load_run
 
 MODEL = Model()
 
@@ -33,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def open_folder(folder: Path, context: int) -> TokenSource:
-    source = open_source(Data(source=str(folder), context=context), MODEL)
+    source = open_source(Data(source=str(folder), context=context, documents="join"), MODEL)
     assert isinstance(source, TokenSource)
     return source
 
@@ -187,10 +189,27 @@ def test_a_token_outside_the_vocabulary_is_rejected(folder: Path, tmp_path: Path
 
 
 def test_too_long_a_context_is_rejected(folder: Path) -> None:
-    with pytest.raises(UserError, match=r"has .* tokens, fewer than one sample of .* 100,001"):
+    with pytest.raises(UserError, match=r"has .* tokens, fewer than one sample of 100,001"):
         open_folder(folder, 100_000)
 
 
 def test_too_small_a_vocabulary_is_rejected(folder: Path) -> None:
     with pytest.raises(UserError, match=r"set model\.vocab=256"):
         open_source(Data(source=str(folder), context=16), Model(vocab=100))
+
+
+def test_documents_are_isolated_unless_a_run_says_otherwise(folder: Path) -> None:
+    cases = {
+        (): False,  # the built-in run is measured as it is
+        (f"data.source={folder}",): True,
+        (f"data.source={folder}", "data.documents=join"): False,
+        ('data.mix=[{source="builtin"}]',): True,
+        ("data.source=recall", "data.documents=isolate"): False,  # a sample is one document
+    }
+    for overrides, isolates in cases.items():
+        run = load_run(None, ["data.context=128", *overrides])
+        assert run.data.isolates == isolates, overrides
+        assert (open_source(run.data, run.model).sample(0, 0).documents is not None) == isolates
+        assert new_decoder(run).has_documents == isolates
+    assert Data().isolates
+    assert not Data(source="recall").isolates

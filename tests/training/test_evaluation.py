@@ -88,7 +88,8 @@ def test_ranks_share_the_samples_and_find_the_loss_of_one_process(
     with open_state(run_of(1, str(shards))) as (state, data), torch.no_grad():
         samples = data.source.validation_samples(6)
         batches = [collate([sample]) for sample in samples]
-        losses = [float(state.engine.model(batch.tokens, batch.targets)) for batch in batches]
+        model = state.engine.model
+        losses = [float(model(x.tokens, x.targets, x.documents)) for x in batches]
     counts = [int((batch.targets >= 0).sum()) for batch in batches]
     assert len(set(counts)) > 1
     expected = [sum(losses[:n]) / sum(counts[:n]) for n in (6, 5)]

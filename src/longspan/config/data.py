@@ -27,10 +27,10 @@ class Data(Section):
     the shares of samples are those of the weights, exactly."""
     context: Positive = 4096
     """Context length, the number of tokens per sample."""
-    documents: Literal["isolate", "join"] = "join"
+    documents: Literal["isolate", "join"] = "isolate"
     """"isolate": attention, positions and losses stay within a document, and documents are packed
     into windows whole where they fit; "join": they are concatenated, and attention crosses
-    their boundaries."""
+    their boundaries. A sample of "recall" is one document in either way."""
     recall_pairs: Positive = 16
     """Number of key-value pairs in each sequence of the "recall" source."""
     accept_changed: bool = False
@@ -38,6 +38,11 @@ class Data(Section):
     verify: bool = True
     """Verifies the SHA-256 of every token shard at the start; shards that have not changed since
     the last time are not read again."""
+
+    @property
+    def isolates(self) -> bool:
+        """Whether attention stays within documents, of which a sample may have several."""
+        return self.documents == "isolate" and (self.mix is not None or self.source != "recall")
 
     @property
     def sources(self) -> tuple[str, ...]:

@@ -111,6 +111,10 @@ class PackedSource(TokenSource):
         self._packings = {name: pack(x.document_ends, context) for name, x in splits.items()}
         super().__init__(splits, context, *arguments)
 
+    @property
+    def least_tokens(self) -> int:
+        return self.context  # fewer would be one window that is mostly padding
+
     def num_windows(self, split: str) -> int:
         return len(self._packings[split])
 

@@ -98,13 +98,18 @@ class TokenSource(Source):
         self.tokenizer = tokenizer
         self.vocab = vocab
         self.fingerprint = fingerprint
-        if self.num_windows("train") == 0:
+        if splits["train"].total < self.least_tokens:
             raise UserError(
                 f"the train split has {counted(splits['train'].total, 'token')}, fewer than one "
-                f"sample of data.context + 1 = {context + 1:,}: reduce data.context or add text"
+                f"sample of {self.least_tokens:,}: reduce data.context or add text"
             )
         if not splits["train"].targets:
             raise UserError("no token of the train split has a loss: there is nothing to learn")
+
+    @property
+    def least_tokens(self) -> int:
+        """Tokens of one sample, with its last target."""
+        return self.context + 1
 
     def num_windows(self, split: str) -> int:
         """Return the number of samples per epoch. A partial window at the end is dropped."""

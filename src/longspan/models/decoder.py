@@ -248,7 +248,7 @@ def new_decoder(run: Run) -> Decoder:
             run.model,
             patterns_of(run.attention, run.model.layers),
             run.data.context,
-            has_documents=run.data.documents == "isolate",
+            has_documents=run.data.isolates,
         )
 
 

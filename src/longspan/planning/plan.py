@@ -132,9 +132,13 @@ class Plan:
 
 def _documents_note(run: Run) -> dict[str, str]:
     """What a plan does not know of documents: their lengths."""
-    if run.data.documents == "join":
+    if not run.data.isolates:
         return {}
-    return {"documents": "planned as one per sample; shorter ones take less time for attention"}
+    text = "planned as one per sample; shorter ones take less time for attention"
+    if run.layout.sequence != 1:
+        text += ", and where heads can be split over the sequence axis, ranks exchange heads for"
+        text += " tokens (Ulysses), which is not planned"
+    return {"documents": text}
 
 
 def plan(run: Run, gpus: int, device: Device | None = None, tokens: int | None = None) -> Plan:

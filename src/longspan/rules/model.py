@@ -189,7 +189,7 @@ def factory_rules(model: Model, train: Train) -> Problems:
 
 
 def documents_rules(model: Model, data: Data) -> Problems:
-    if data.documents == "isolate" and model.rope.type == "dynamic":
+    if data.isolates and model.rope.type == "dynamic":
         yield Problem(
             "data.documents",
             '"isolate" is not supported with model.rope.type = "dynamic", whose angles depend on '
@@ -201,11 +201,6 @@ def recall_rules(model: Model, data: Data) -> Problems:
     if data.source != "recall" or data.mix is not None:
         return
     pairs, keys = data.recall_pairs, model.vocab // 2
-    if data.documents == "isolate":
-        message = (
-            '"isolate" needs documents, and a sample of data.source = "recall" is one: use join'
-        )
-        yield Problem("data.documents", message)
     if model.vocab < 16:
         message = f'{model.vocab} is too small for data.source = "recall": use at least 16'
         yield Problem("model.vocab", message)

@@ -214,13 +214,16 @@ def _sources(data: Mapping[str, Any]) -> list[object]:
 
 
 def _drop_builtin_model(tables: dict[str, Any], given: Collection[str]) -> None:
-    """Remove what a built-in run says of its model if other data or a folder decides that.
+    """Remove what a built-in run says of its model and documents if other data decides that.
 
     Keys in `given` (section.key) are the user's and stay.
     """
     model, data = tables.get("model"), tables.get("data")
     if not (isinstance(model, dict) and isinstance(data, dict)):
         return
+    has_folders = any(map(is_folder, _sources(data)))
+    if (has_folders or "data.mix" in given) and "data.documents" not in given:
+        data.pop("documents", None)
     if folder_key(tables):
         for section in ("model", "attention"):
             if isinstance(table := tables.get(section), dict):
@@ -228,7 +231,7 @@ def _drop_builtin_model(tables: dict[str, Any], given: Collection[str]) -> None:
                     del table[key]
     elif "model.vocab" not in given:
         has_own = "family" in presets.MODELS.get(str(model.get("preset")), {})
-        if has_own or any(map(is_folder, _sources(data))):
+        if has_own or has_folders:
             model.pop("vocab", None)
 
 

@@ -27,7 +27,7 @@ from longspan.checkpoint import (
     quarantine,
     step_of,
 )
-from longspan.config import Attention, Data, Model, Run
+from longspan.config import Attention, Model, Run
 from longspan.data import Source
 from longspan.engines import Engine
 from longspan.engines.muon import Muon
@@ -89,7 +89,7 @@ def resume_key(run: Run, source: Source) -> dict[str, Any]:
     return {
         **_sections(run.model, run.attention),
         "data.context": run.data.context,
-        "data.documents": run.data.documents,
+        "data.documents": "isolate" if run.data.isolates else "join",
         "train.seed": run.train.seed,
         DATA: f"{source.describe()}; SHA-256 {source.fingerprint}",
     }
@@ -329,7 +329,7 @@ def _check_unchanged(
     A key of [model], [attention] or [data] that it does not have is of a later version, and so had
     its default.
     """
-    defaults = {**_sections(Model(), Attention()), "data.documents": Data().documents}
+    defaults = {**_sections(Model(), Attention()), "data.documents": "join"}
     was = {**{key: value for key, value in defaults.items() if key in now}, **was}
     changed = {key for key in was.keys() | now.keys() if now.get(key) != was.get(key)}
     lines = [f"  {key} was {was.get(key)}\n  {key} is  {now.get(key)}" for key in sorted(changed)]
