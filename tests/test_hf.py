@@ -117,6 +117,27 @@ def test_the_dense_pattern_equals_eager_attention() -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+def test_sinks_and_layers_are_those_of_gpt_oss() -> None:
+    """Learnable sinks, and windows in every other layer: logits and all gradients."""
+    fields = {"num_local_experts": 2, "num_experts_per_tok": 1, "head_dim": 8, "sliding_window": 9}
+    layers = [{"kind": "window", "window": 9}, {"kind": "dense"}]
+    model = new_model("GptOss", {"kind": "dense", "layers": layers}, **fields).float()
+    tokens = new_tokens(2, 33)
+    model.set_attn_implementation("eager")
+    expected = logits_and_gradients(model, tokens)
+    model.set_attn_implementation("longspan")
+    with pytest.raises(ValueError, match=r"sliding_window = 9 is not supported"):
+        model(tokens)
+    for module in (model, *model.modules()):
+        if hasattr(module, "sliding_window"):
+            module.sliding_window = 33 if module.sliding_window else None
+    model.config.sliding_window = 33
+    found = logits_and_gradients(model, tokens)
+    torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-5)
+    sinks = model.model.layers[0].self_attn.sinks
+    assert sinks.grad.abs().max() > 1e-3
+
+
 def test_under_autocast_all_is_cast_as_for_torchs_attention() -> None:
     """The rotary embeddings of some versions of transformers leave q and k in float32."""
     layer = new_model(attention=KINDS["dilated"]).model.layers[0].self_attn
@@ -236,7 +257,7 @@ def test_what_is_not_supported_is_refused_by_name() -> None:
 
     module = new_model().model.layers[0].self_attn
     q, k = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
-    for name in ("softcap", "s_aux", "position_bias", "cache", "cu_seq_lens_q", "of_tomorrow"):
+    for name in ("softcap", "position_bias", "cache", "cu_seq_lens_q", "of_tomorrow"):
         with pytest.raises(ValueError, match=f"{name}.* is not supported by attn_implementation"):
             longspan.hf.longspan_attention(module, q, k, k, None, **{name: torch.ones(1)})
     with pytest.raises(ValueError, match="is_causal = false is not supported"):

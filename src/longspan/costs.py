@@ -112,6 +112,7 @@ def count_parameters(model: Model) -> int:
     q_dim = model.heads * model.head_dim
     norms = 2 * model.hidden + (q_dim + model.ffn if model.sub_layer_norm else 0)
     norms += 2 * model.head_dim if model.qk_norm else 0
+    norms += model.heads if model.learnable_sinks else 0
     embeddings = (1 if model.tie_embeddings else 2) * model.vocab * model.hidden
     return linear + model.layers * (biases + norms) + model.hidden + embeddings
 

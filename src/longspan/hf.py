@@ -39,7 +39,8 @@ HARMLESS = {
 """Arguments of models that reach attention and do not change it. All others are refused."""
 
 HINTS = {
-    "sliding_window": 'set config.sliding_window = None, and use a pattern of kind "window"',
+    "sliding_window": "set config.sliding_window = None, or to the context, and use a pattern of "
+    'kind "window"',
     "cu_seq_lens_q": "leave it out: position_ids that start again mark the documents of a sequence",
 }
 """What to change instead of another attn_implementation, by refused argument."""
@@ -54,14 +55,18 @@ def longspan_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention by the pattern in `module.config`: (batch, queries, heads, head_dim).
 
     query: (batch, heads, queries, head_dim); key, value: (batch, kv_heads, keys, head_dim), those
     of the cache included. `attention_mask` is that of `longspan_mask`. The queries are the last
-    positions. Attention weights are never computed: the second value is None.
+    positions. `s_aux` (heads,) are the learnable attention sinks of models like GptOss. Attention
+    weights are never computed: the second value is None.
     """
+    if (others.get("sliding_window") or 0) >= key.shape[2]:
+        others["sliding_window"] = None  # it hides nothing
     for name, given in others.items():
         if name not in HARMLESS and given is not None and given is not False:
             raise _refused(name, shown(given) if isinstance(given, (int, float, str)) else "")
@@ -70,7 +75,7 @@ def longspan_attention(
     if not is_decoder or (is_causal is False and query.shape[2] > 1):
         raise _refused("is_causal", "false")
     if attention_mask is None:
-        return _attend(query, key, value, pattern, dropout, scaling), None
+        return _attend(query, key, value, pattern, dropout, scaling, sinks=s_aux), None
     is_ours = attention_mask.dtype == torch.int64 and attention_mask.shape[2:] == (1, 1)
     if not is_ours or attention_mask.shape[0] != query.shape[0]:
         raise UserError(
@@ -79,7 +84,7 @@ def longspan_attention(
             "keys a query sees"
         )
     ids = attention_mask[:, :, 0, 0]
-    return _attend_padded(query, key, value, ids, pattern, dropout, scaling), None
+    return _attend_padded(query, key, value, ids, pattern, dropout, scaling, s_aux), None
 
 
 def longspan_mask(
@@ -100,7 +105,7 @@ def longspan_mask(
     int64 (batch, keys, 1, 1): each key's document, or −1 for padding, up to the last query. None
     if there is one document without padding, and no key after the last query.
     """
-    if local_size is not None:
+    if local_size is not None and local_size < kv_length:
         raise _refused("sliding_window", str(local_size))
     if use_vmap:
         raise _refused("a mask function of the model (or_mask_function, and_mask_function)")
@@ -152,6 +157,7 @@ def _attend_padded(
     pattern: Pattern,
     dropout: float,
     scaling: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """`_attend` on each row without its padding, so that positions count from its first token.
 
@@ -178,6 +184,7 @@ def _attend_padded(
             dropout,
             scaling,
             ids[rows][:, start:stop] if has_documents else None,
+            sinks,
         )
         if len(same) == batch and found.shape[1] == queries:  # no padding among the queries
             return found
@@ -210,6 +217,7 @@ def _attend(
     dropout: float,
     scaling: float | None,
     documents: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last positions, heads first; returns tokens first.
 
@@ -220,12 +228,12 @@ def _attend(
         query, key, value = (x.to(dtype) for x in (query, key, value))
     needs_grad = torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value))
     if query.shape[2] == 1 and documents is None and dropout == 0 and not needs_grad:
-        return attend_newest(query.transpose(1, 2), key, value, pattern, scale=scaling)
+        newest = query.transpose(1, 2)
+        return attend_newest(newest, key, value, pattern, scale=scaling, sink_logits=sinks)
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     seed = int(torch.randint(1 << 31, ())) if dropout > 0 else 0
-    return attend(
-        q, k, v, pattern, scale=scaling, documents=documents, dropout_p=dropout, dropout_seed=seed
-    )
+    options: dict[str, Any] = {"dropout_p": dropout, "dropout_seed": seed, "sink_logits": sinks}
+    return attend(q, k, v, pattern, scale=scaling, documents=documents, **options)
 
 
 def _pattern(module: nn.Module, heads: int) -> Pattern:

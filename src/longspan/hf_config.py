@@ -210,10 +210,12 @@ class FolderConfig(BaseModel):
                 found[f"model.{key}"] = (
                     f"{ours} is not the {theirs} of {folder}: set model.{key}={theirs}"
                 )
-        if model.sub_layer_norm:
-            found["model.sub_layer_norm"] = (
-                f"true is not supported with {folder}, as its model has no such norms: use false"
-            )
+        for key, what in (("sub_layer_norm", "norms"), ("learnable_sinks", "sinks")):
+            if getattr(model, key):
+                found[f"model.{key}"] = (
+                    f"true is not supported with {folder}, as its model has no such {what}: use "
+                    "false"
+                )
         return found
 
     def changes(self, run: Run) -> list[str]:

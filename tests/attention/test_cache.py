@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -23,11 +24,11 @@ from longspan.attention import cache as cache_module
 from tests.attention.test_functional import DEVICES, HEADS, PATTERNS, random_qkv
 
 
-def decode(cache: KVCache, qkv: tuple[Tensor, ...], portions: list[int]) -> Tensor:
+def decode(cache: KVCache, qkv: tuple[Tensor, ...], portions: list[int], **options: Any) -> Tensor:
     outputs = []
     for portion in portions:
         now = slice(cache.length, cache.length + portion)
-        outputs.append(cache.attend(*(x[:, now] for x in qkv)))
+        outputs.append(cache.attend(*(x[:, now] for x in qkv), **options))
     return torch.cat(outputs, 1)
 
 
@@ -40,11 +41,13 @@ def test_decoding_in_any_portions_equals_the_oracle(
     if isinstance(pattern, Dilated):
         pattern = replace(pattern, first_head=first_head)
     qkv = tuple(x.detach() for x in random_qkv(2, sum(portions), *heads, dtype=torch.float64))
-    expected = attend_oracle(*qkv, pattern, is_causal=True)
-    found = decode(KVCache(pattern), qkv, portions)
+    sinks = torch.randn(heads[0]) if data.draw(st.booleans()) else None
+    expected = attend_oracle(*qkv, pattern, is_causal=True, sink_logits=sinks)
+    found = decode(KVCache(pattern), qkv, portions, sink_logits=sinks)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
     q, *kv = qkv
-    newest = attend_newest(q[:, -1:], *(x.transpose(1, 2) for x in kv), pattern)
+    heads_first = (x.transpose(1, 2) for x in kv)
+    newest = attend_newest(q[:, -1:], *heads_first, pattern, sink_logits=sinks)
     torch.testing.assert_close(newest, expected[:, -1:], rtol=1e-10, atol=1e-11)
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 
-from longspan.attention import BlockSparse, Dense, Dilated, Pattern, Window, attend
+from longspan.attention import BlockSparse, Dense, Dilated, Pattern, Window, attend, attend_oracle
 from longspan.attention.custom_op import branch_attention, flatten, unflatten
 from longspan.torch_internals import TorchDispatchMode
 from tests.attention.test_functional import PATTERNS, output_and_gradients, random_qkv
@@ -28,7 +30,9 @@ def test_a_seed_of_any_size_draws_the_same_blocks() -> None:
 def test_the_operator_is_registered_completely() -> None:
     q, k, v = random_qkv(1, 12, 2, 2, dtype=torch.float64)
     flat = flatten(Dilated((4, 8), (1, 2)))
-    torch.library.opcheck(branch_attention, (q, k, v, None, None, *flat, True, 0.3, "cpu"))
+    torch.library.opcheck(branch_attention, (q, k, v, None, None, None, *flat, True, 0.3, "cpu"))
+    sinks = torch.randn(2, dtype=torch.float64).requires_grad_()
+    torch.library.opcheck(branch_attention, (q, k, v, None, None, sinks, *flat, True, 0.3, "cpu"))
 
 
 class Operators(TorchDispatchMode):
@@ -66,3 +70,25 @@ def test_a_dispatch_mode_sees_the_operator_with_the_same_result(
         seen = output_and_gradients(attend, qkv, grad, pattern, backend=backend)
     assert {"branch_attention", "branch_attention_backward"} <= operators.names
     assert all(torch.equal(a, b) for a, b in zip(plain, seen, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("backend", "device"),
+    [("cpu", "cpu"), ("triton", "cpu"), pytest.param("triton", "cuda", marks=pytest.mark.gpu)],
+)
+def test_sinks_are_merged_in_the_units_of_each_backend(backend: Any, device: str) -> None:
+    if backend == "triton":
+        pytest.importorskip("triton")
+    if torch.cuda.is_available() and (backend, device) == ("triton", "cpu"):
+        pytest.skip("the kernels run on the GPU, where other tests compare them")
+    torch.manual_seed(0)
+    pattern, sinks = Dilated((16, 32), (1, 2)), torch.linspace(-1, 3, 4, device=device)
+    inputs = (*random_qkv(1, 40, 4, 2, 16, device=device), sinks.requires_grad_())
+    grad = torch.randn_like(inputs[0])
+    *qkv, _ = inputs
+    out = attend(*qkv, pattern, sink_logits=sinks, backend=backend)
+    found = [out, *torch.autograd.grad(out, inputs, grad)]
+    exact = attend_oracle(*qkv, pattern, sink_logits=sinks)
+    right = [exact, *torch.autograd.grad(exact, inputs, grad.cpu().double())]
+    for x, y in zip(found, right, strict=True):
+        torch.testing.assert_close(x.cpu().double(), y.cpu().double(), rtol=1e-4, atol=1e-5)

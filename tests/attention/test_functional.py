@@ -92,9 +92,13 @@ HEADS = st.sampled_from([(1, 1), (3, 3), (4, 2), (6, 1)])
 def assert_equals_oracle(
     qkv: tuple[Tensor, Tensor, Tensor], pattern: Pattern, backend: str | None, **options: Any
 ) -> None:
-    grad = torch.randn_like(qkv[0])
-    ours = output_and_gradients(attend, qkv, grad, pattern, backend=backend, **options)
-    oracle = output_and_gradients(attend_oracle, qkv, grad, pattern, **options)
+    grad, sinks = torch.randn_like(qkv[0]), options.get("sink_logits")
+    inputs = qkv if sinks is None else (*qkv, sinks)
+    outputs = (
+        attend(*qkv, pattern, backend=backend, **options),
+        attend_oracle(*qkv, pattern, **options),
+    )
+    ours, oracle = ([out, *torch.autograd.grad(out, inputs, grad)] for out in outputs)
     for found, expected in zip(ours, oracle, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
 
@@ -124,7 +128,7 @@ def test_equals_the_oracle_with_gradients_through_the_merge(
 
 @settings(max_examples=80, deadline=None)
 @given(data=st.data(), pattern=PATTERNS, tokens=st.integers(1, 29), heads=HEADS)
-def test_equals_the_oracle_with_documents_padding_and_dropout(
+def test_equals_the_oracle_with_documents_padding_dropout_and_sinks(
     data: st.DataObject, pattern: Pattern, tokens: int, heads: tuple[int, int]
 ) -> None:
     options: dict[str, Any] = {"is_causal": data.draw(st.booleans())}
@@ -135,6 +139,8 @@ def test_equals_the_oracle_with_documents_padding_and_dropout(
         options["key_padding_mask"] = torch.rand(2, tokens) < 0.3
     if data.draw(st.booleans()):
         options |= {"dropout_p": 0.4, "dropout_seed": data.draw(st.integers(0, 99))}
+    if data.draw(st.booleans()):
+        options["sink_logits"] = torch.randn(heads[0], dtype=torch.float64).requires_grad_()
     assert_equals_oracle(
         random_qkv(2, tokens, *heads, dtype=torch.float64), pattern, None, **options
     )

@@ -23,7 +23,7 @@ from longspan.errors import UserError
 from longspan.export import huggingface
 from longspan.hf_config import KEYS, read_folder_config
 from longspan.parallel.world import World
-from longspan.runfile import load_run
+from longspan.runfile import dump_run, load_run
 from longspan.trained import load_trained
 from longspan.training import train
 from longspan.wording import toml_value
@@ -319,9 +319,17 @@ def test_every_field_that_transformers_writes_is_known(tmp_path: Path) -> None:
         assert read_folder_config(tmp_path).model_keys() == written.model_keys()
 
 
+@pytest.mark.parametrize("key", ["model.sub_layer_norm", "model.learnable_sinks"])
+def test_parameters_that_no_family_has_are_not_exported(tmp_path: Path, key: str) -> None:
+    (tmp_path / "run.toml").write_text(dump_run(load_run(None, [f"{key}=true"])))
+    with pytest.raises(UserError, match=f'{key} = true cannot be exported: .* the family "llama"'):
+        huggingface.export(tmp_path, tmp_path / "out")
+
+
 def test_all_shapes_that_disagree_are_refused_at_once(tmp_path: Path) -> None:
     save_llama(tmp_path)
     given = [f"train.init_from={tmp_path}", "model.layers=3", "model.sub_layer_norm=true"]
+    given += ["model.learnable_sinks=true"]
     given += ["model.ffn=128", "model.tie_embeddings=true", "model.family=qwen3"]
     with pytest.raises(UserError) as raised:
         run_of(1, *DENSE, *given)
@@ -330,6 +338,7 @@ def test_all_shapes_that_disagree_are_refused_at_once(tmp_path: Path) -> None:
     assert "128 is not the 48 of train.init_from: set model.ffn=48" in text
     assert "true is not the false of train.init_from: set model.tie_embeddings=false" in text
     assert "its model has no such norms" in text
+    assert "its model has no such sinks" in text
     assert '"qwen3" is not the "llama" of train.init_from: set model.family="llama"' in text
     # With everything set in the run file the folder is read when the run starts.
     table = run_of(1, *DENSE).model.model_dump()

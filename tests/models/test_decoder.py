@@ -189,13 +189,28 @@ def test_sub_layer_norm_precedes_the_output_projections() -> None:
     assert "blocks.0.attention.norm.weight" not in dict(plain.named_parameters())
 
 
-@pytest.mark.parametrize("options", [[], ["attention.kind=dense"], ["model.kv_heads=1"]])
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["attention.kind=dense"],
+        ["model.kv_heads=1"],
+        [
+            "model.layers=4",
+            "model.learnable_sinks=true",
+            'attention.layers=[{kind="window",window=9,sinks=2,repeat=3},{}]',
+        ],
+    ],
+)
 def test_decoding_with_the_kv_cache_equals_the_full_forward(options: list[str]) -> None:
     branches = ["attention.segment_lengths=[8,32]", "attention.dilation_rates=[1,4]"]
     chosen = [*TINY, *([] if "attention.kind=dense" in options else branches), *options]
     model = build_decoder(load_run(None, chosen), torch.device("cpu")).double()
     tokens = torch.randint(256, (2, 70))
     with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.normal_()
         expected = model.hidden(tokens)
         caches = model.new_caches()
         outputs = [model.hidden(tokens[:, :9], caches)]

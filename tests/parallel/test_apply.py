@@ -160,6 +160,7 @@ PATTERNS = {
     ],
     "3 window and 1 dilated": [
         "model.layers=4",
+        "model.learnable_sinks=true",
         'attention.layers=[{kind="window",repeat=3},{kind="dilated",dilation_rates=[1,4]}]',
         "attention.segment_lengths=[16,64]",
         "attention.window=20",

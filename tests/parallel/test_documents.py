@@ -76,9 +76,20 @@ def test_the_loss_is_that_of_answers_computed_by_hand(folder: Path, how: str) ->
     assert float(norm) == pytest.approx(torch.stack(gradients).norm().item(), rel=1e-5)
 
 
-def decoder(pattern: Pattern) -> Decoder:
-    model = Decoder(MODEL, pattern, sum(LENGTHS))
+MIXED = (*[Window(6, sinks=2)] * 3, Dilated((8, 32), (1, 4)))
+
+
+def decoder(patterns: Pattern | tuple[Pattern, ...]) -> Decoder:
+    """A decoder with one pattern, or with one per layer and learnable sinks."""
+    config = MODEL
+    if isinstance(patterns, tuple):
+        config = MODEL.model_copy(update={"layers": len(patterns), "learnable_sinks": True})
+    model = Decoder(config, patterns, sum(LENGTHS))
     initialize(model, 0, model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("sinks"):
+                parameter.copy_(torch.linspace(-2, 2, 4))
     return model
 
 
@@ -95,10 +106,13 @@ def test_positions_start_again_in_each_document() -> None:
         BlockSparse(4, local_window=8, density=0.3),
         Window(6, sinks=2),
         Dilated((16, 64), (1, 2), blocks=BlockSparse(4, local_window=8)),
+        MIXED,
     ],
     ids=lambda pattern: type(pattern).__name__,
 )
-def test_loss_and_gradients_are_those_of_each_document_alone(pattern: Pattern) -> None:
+def test_loss_and_gradients_are_those_of_each_document_alone(
+    pattern: Pattern | tuple[Pattern, ...],
+) -> None:
     torch.manual_seed(0)
     tokens, targets = torch.randint(64, (2, 2, sum(LENGTHS)))
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS)).expand(2, -1)
@@ -113,9 +127,13 @@ def test_loss_and_gradients_are_those_of_each_document_alone(pattern: Pattern) -
         torch.testing.assert_close(p.grad, q.grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("pattern", [Dense(), Dilated((8, 32), (1, 4)), BlockSparse(4, stride=2)])
+@pytest.mark.parametrize(
+    "pattern", [Dense(), Dilated((8, 32), (1, 4)), BlockSparse(4, stride=2), MIXED]
+)
 @torch.no_grad()
-def test_a_document_moves_nothing_in_another_bit_for_bit(pattern: Pattern) -> None:
+def test_a_document_moves_nothing_in_another_bit_for_bit(
+    pattern: Pattern | tuple[Pattern, ...],
+) -> None:
     torch.manual_seed(0)
     model, tokens = decoder(pattern), torch.randint(64, (1, sum(LENGTHS)))
     documents = torch.repeat_interleave(torch.arange(4), torch.tensor(LENGTHS))[None]
@@ -138,6 +156,13 @@ def test_a_document_moves_nothing_in_another_bit_for_bit(pattern: Pattern) -> No
         ("dense with one key head", 3, ["layout.sequence=3", "data.context=63"]),
         ("block sparse", 2, ["layout.sequence=2"]),
         ("dilated block sparse", 4, ["layout.sequence=4", "model.heads=2"]),
+        ("3 window and 1 dilated", 4, ["layout.sequence=4"]),
+        ("3 window and 1 dilated", 4, ["layout.shard=2", "layout.tensor=2"]),
+        (
+            "3 window and 1 dilated",
+            2,
+            ["layout.zero=3", "train.activation_checkpointing=selective"],
+        ),
     ],
     ids=str,
 )

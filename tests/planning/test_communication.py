@@ -108,6 +108,7 @@ FAKE = [
     (4, ["layout.tensor=2", "layout.shard=2", *QWEN3, BF16]),
     (2, ["layout.tensor=2", "model.family=qwen2", MEGATRON]),
     (2, ["layout.tensor=2", *BIASES]),
+    (4, ["layout.tensor=2", "layout.shard=2", "model.learnable_sinks=true"]),
     (2, ["layout.tensor=2", *BIASES, MEGATRON]),
     (2, ["layout.tensor=2", "model.linear=sketched", "model.sketch.rank=3", BF16, FULL]),
     (

@@ -26,6 +26,7 @@ SMALL = [
 MLP_LOW_RANK = ["model.linear=low_rank", "model.sketch.layers=blocks.*.mlp.*"]
 BY_BLOCK = ['model.sketch.ranks={"blocks.1.*"=3,"blocks.2.mlp.*"=0}', "model.sketch.terms=2"]
 QWEN3 = ["model.family=qwen3", "model.head_dim=24", "model.kv_heads=2"]
+SINKS = "model.learnable_sinks=true"
 BIASES = ["model.attention_bias=true", "model.mlp_bias=true"]
 
 
@@ -50,6 +51,7 @@ BIASES = ["model.attention_bias=true", "model.mlp_bias=true"]
         (4, ["layout.tensor=2", "model.family=qwen2", "model.linear=sketched"]),
         (4, ["layout.tensor=2", *BIASES]),
         (2, ["layout.tensor=2", *BIASES, *MLP_LOW_RANK]),
+        (6, ["layout.tensor=2", "layout.shard=3", "train.global_batch=12", SINKS]),
     ],
     ids=str,
 )
@@ -65,7 +67,7 @@ def test_ranks_hold_what_the_arithmetic_says(gpus: int, options: list[str]) -> N
         assert split.sign_bytes(split.degrees.coordinates(rank)[0]) == counted.signs
 
 
-@pytest.mark.parametrize("family", [[], QWEN3, ["model.family=qwen2"], BIASES], ids=str)
+@pytest.mark.parametrize("family", [[], QWEN3, ["model.family=qwen2"], BIASES, [SINKS]], ids=str)
 def test_shapes_are_those_of_the_model(family: list[str]) -> None:
     sketched = ["model.linear=sketched", "model.sub_layer_norm=true", *BY_BLOCK]
     run = load_run(None, [*SMALL, *sketched, *family])

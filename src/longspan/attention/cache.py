@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.functional import attend_checked
-from longspan.attention.mask import Mask, check_pattern, check_scale, check_tensors
+from longspan.attention.mask import Mask, check_pattern, check_scale, check_sinks, check_tensors
 from longspan.attention.pattern import Dense, Pattern
 from longspan.attention.reference import reference_attention
 from longspan.dtypes import accumulation_dtype
@@ -41,9 +41,19 @@ class KVCache:
     def rows(self) -> int:
         return self._keys.shape[2]
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None) -> Tensor:
-        """Append the next tokens' k and v; returns the output for q. Shapes as in `attend`."""
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        scale: float | None = None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """Append the next tokens' k and v; returns the output for q. Arguments as of `attend`."""
         self._check(q, k, v)
+        check_sinks(q, sink_logits)
+        mask = Mask(self.pattern, sink_logits=sink_logits)
         if scale is None:
             scale = q.shape[3] ** -0.5
         else:
@@ -52,7 +62,7 @@ class KVCache:
         if is_first:  # only what a query after these tokens sees is stored
             self.length, self._heads = tokens, q.shape[2]
             self._reallocate(k.transpose(1, 2), v.transpose(1, 2), spare=0)
-            return attend_checked(q, k, v, Mask(self.pattern), scale)
+            return attend_checked(q, k, v, mask, scale)
         used = self._row(self.length)
         if used + tokens > self.rows:
             self._reallocate(self._keys, self._values, spare=tokens)
@@ -61,13 +71,11 @@ class KVCache:
         self._values[:, :, used : used + tokens] = v.transpose(1, 2)
         self.length += tokens
         if tokens == 1:
-            newest = self.length - 1
-            return _attend_newest(
-                q, self._keys, self._values, self.pattern, newest, scale, self._sink, self._start
-            )
+            held_from = self.length - 1, scale, self._sink, self._start
+            return _attend_newest(q, self._keys, self._values, mask, *held_from)
         held = torch.cat([torch.arange(self._sink), torch.arange(self._start, self.length)])
         keys, values = (x[:, :, : len(held)].transpose(1, 2) for x in (self._keys, self._values))
-        return reference_attention(q, keys, values, Mask(self.pattern), scale, held)
+        return reference_attention(q, keys, values, mask, scale, held)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensors(q, k, v)
@@ -118,7 +126,13 @@ class KVCache:
 
 
 def attend_newest(
-    q: Tensor, keys: Tensor, values: Tensor, pattern: Pattern, *, scale: float | None = None
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pattern: Pattern,
+    *,
+    scale: float | None = None,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """What causal `attend` gives for the query of the last token, without gradients.
 
@@ -133,14 +147,16 @@ def attend_newest(
         scale = q.shape[3] ** -0.5
     else:
         check_scale(scale)
-    return _attend_newest(q, keys, values, pattern, keys.shape[2] - 1, scale, 0, 0)
+    check_sinks(q, sink_logits)
+    mask = Mask(pattern, sink_logits=sink_logits)
+    return _attend_newest(q, keys, values, mask, keys.shape[2] - 1, scale, 0, 0)
 
 
 def _attend_newest(
     q: Tensor,
     keys: Tensor,
     values: Tensor,
-    pattern: Pattern,
+    mask: Mask,
     position: int,
     scale: float,
     sink: int,
@@ -149,7 +165,7 @@ def _attend_newest(
     """`attend_newest` for a query at `position`, whose rows are [0, sink) and from `start` on."""
     heads, shift = q.shape[2], sink - start
     branches = []
-    for seeing, found in _visible_keys(pattern, position, heads, q.device):
+    for seeing, found in _visible_keys(mask.pattern, position, heads, q.device):
         rows: slice | Tensor
         if isinstance(found, range):
             rows = slice(found.start + shift, found.stop + shift, found.step)
@@ -157,10 +173,12 @@ def _attend_newest(
             rows = torch.where(found < sink, found, found + shift)
         key_rows = _select(keys, rows, seeing, heads)
         branches.append((seeing, key_rows, _select(values, rows, seeing, heads)))
-    if len(branches) == 1 and len(branches[0][0]) == heads:  # dense over these keys
+    sinks = mask.sink_logits
+    if len(branches) == 1 and len(branches[0][0]) == heads and sinks is None:
+        # Dense over these keys.
         keys, values = (x.transpose(1, 2) for x in branches[0][1:])
         return attend_checked(q, keys, values, Mask(Dense(), is_causal=False), scale)
-    return _attend_one(q, branches, scale)
+    return _attend_one(q, branches, scale, sinks)
 
 
 @lru_cache(maxsize=64)
@@ -190,7 +208,12 @@ def _select(x: Tensor, rows: slice | Tensor, seeing: range, heads: int) -> Tenso
     return x[:, kv_heads].index_select(2, rows)
 
 
-def _attend_one(q: Tensor, branches: list[tuple[range, Tensor, Tensor]], scale: float) -> Tensor:
+def _attend_one(
+    q: Tensor,
+    branches: list[tuple[range, Tensor, Tensor]],
+    scale: float,
+    sinks: Tensor | None,
+) -> Tensor:
     """Attention of one query per head, q (batch, 1, heads, head_dim), over several branches.
 
     Each branch: the heads that see it, and their keys and values from `_select`. One softmax runs
@@ -208,8 +231,10 @@ def _attend_one(q: Tensor, branches: list[tuple[range, Tensor, Tensor]], scale: 
             q_BGHD = q_BHD[:, _slice(seeing)].reshape(batch, keys.shape[1], -1, head_dim)
             found = q_BGHD @ keys.to(dtype).mT
             part[:, _slice(seeing)] = found.reshape(batch, len(seeing), -1)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks.to(dtype).expand(batch, -1)[..., None]], dim=2)
         # NaN for a head that sees nothing, which no branch reads: its output stays zero.
-        weights = torch.split(scores.softmax(-1), counts, dim=2)
+        weights = torch.split(scores.softmax(-1)[..., : sum(counts)], counts, dim=2)
         for (seeing, _, values), part in zip(branches, weights, strict=True):
             w_BGHR = part[:, _slice(seeing)].reshape(batch, values.shape[1], -1, part.shape[2])
             found = w_BGHR @ values.to(dtype)

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention import cpu
+from longspan.attention.merge import merge_sinks, sink_gradient
 from longspan.attention.packed import document_starts
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
 from longspan.dtypes import accumulation_dtype
@@ -70,21 +71,21 @@ def attend_branches(
     backend: str,
     documents: Tensor | None = None,
     padding: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """q (batch, tokens, heads, head_dim); k, v the same with a divisor of q's heads.
 
     `documents`: integers (batch, tokens), on the CPU or on q's device, whose runs of equal ones are
     documents, in each of which the pattern starts anew; `padding`: bool (batch, tokens), keys that
-    no query sees.
+    no query sees; `sinks`: a logit per head (heads,) in the denominator of the softmax.
     """
     out: Tensor
+    tensors = q, k, v, documents, padding, sinks
     if _needs_operator(q):
-        out, _ = branch_attention(
-            q, k, v, documents, padding, *flatten(pattern), is_causal, scale, backend
-        )
+        out, _ = branch_attention(*tensors, *flatten(pattern), is_causal, scale, backend)
     else:
         out, _ = _BranchAttention.apply(  # type: ignore[no-untyped-call]
-            q, k, v, documents, padding, pattern, is_causal, scale, backend
+            *tensors, pattern, is_causal, scale, backend
         )
     return out
 
@@ -99,10 +100,10 @@ def attend_branches_with_lse(
     backend = "cpu" if q.device.type == "cpu" else "triton"
     if _needs_operator(q):
         flat = flatten(pattern)
-        out, lse = branch_attention(q, k, v, None, None, *flat, True, scale, backend)
+        out, lse = branch_attention(q, k, v, None, None, None, *flat, True, scale, backend)
     else:
         out, lse = _forward(q, k, v, None, None, pattern, True, scale, backend)
-    return out, lse.transpose(1, 2) * (1 if backend == "cpu" else math.log(2))
+    return out, lse.transpose(1, 2) * _unit(backend)
 
 
 def branch_gradients(
@@ -111,8 +112,33 @@ def branch_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The branches' share of the gradients of q, k and v, given the merged `out` and `lse`."""
     backend = "cpu" if q.device.type == "cpu" else "triton"
-    stored = (lse / (1 if backend == "cpu" else math.log(2))).transpose(1, 2).contiguous()
+    stored = (lse / _unit(backend)).transpose(1, 2).contiguous()
     return _backward(grad, q, k, v, None, None, out, stored, pattern, True, scale, backend)
+
+
+def _unit(backend: str) -> float:
+    """What a backend's log-sum-exps are multiples of."""
+    return 1 if backend == "cpu" else math.log(2)
+
+
+def _forward_with_sinks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    documents: Tensor | None,
+    padding: Tensor | None,
+    sinks: Tensor | None,
+    pattern: Pattern,
+    is_causal: bool,
+    scale: float,
+    backend: str,
+) -> tuple[Tensor, Tensor]:
+    """`_forward`, with the sinks merged."""
+    out, lse = _forward(q, k, v, documents, padding, pattern, is_causal, scale, backend)
+    if sinks is None:
+        return out, lse
+    out, merged = merge_sinks(out, lse.transpose(1, 2) * _unit(backend), sinks)
+    return out, (merged / _unit(backend)).transpose(1, 2).contiguous()
 
 
 def _needs_operator(q: Tensor) -> bool:
@@ -139,8 +165,7 @@ def _forward(
         lse = lse.reshape(heads, batch, tokens).transpose(0, 1).contiguous()
         return out.reshape(q.shape), lse
     if backend == "cpu":
-        assert isinstance(pattern, Dilated)
-        return cpu.forward(q, k, v, pattern, is_causal, scale)
+        return cpu.forward(q, k, v, _dilated(pattern, q.shape[1]), is_causal, scale)
     return _kernel_forward(q, k, v, padding, pattern, is_causal, scale)
 
 
@@ -167,7 +192,7 @@ def _backward(
         )  # fmt: skip
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
     if backend == "cpu":
-        assert isinstance(pattern, Dilated)
+        pattern = _dilated(pattern, q.shape[1])
         return cpu.backward(grad_out, q, k, v, out, lse, pattern, is_causal, scale)
     return _kernel_backward(grad_out, q, k, v, out, lse, padding, pattern, is_causal, scale)
 
@@ -255,6 +280,7 @@ def _flat_forward(
     v: Tensor,
     documents: Tensor | None,
     padding: Tensor | None,
+    sinks: Tensor | None,
     segment_lengths: Sequence[int],
     dilation_rates: Sequence[int],
     blocks: Sequence[float],
@@ -263,8 +289,9 @@ def _flat_forward(
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
+    tensors = q, k, v, documents, padding, sinks
     pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
-    return _forward(q, k, v, documents, padding, pattern, is_causal, scale, backend)
+    return _forward_with_sinks(*tensors, pattern, is_causal, scale, backend)
 
 
 def _flat_backward(
@@ -313,14 +340,24 @@ def _(grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tenso
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, documents, padding, *ctx.settings = inputs
-    ctx.save_for_backward(q, k, v, documents, padding, *output)
+    q, k, v, documents, padding, sinks, *ctx.settings = inputs
+    ctx.save_for_backward(q, k, v, documents, padding, *output, sinks)
     ctx.mark_non_differentiable(output[1])
 
 
 def _operator_backward(ctx: Any, grad_out: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
-    grads = branch_attention_backward(grad_out, *ctx.saved_tensors, *ctx.settings)
-    return (*grads, *[None] * 9)
+    saved = ctx.saved_tensors
+    grads = branch_attention_backward(grad_out, *saved[:-1], *ctx.settings)
+    of_sinks = _sink_gradient(grad_out, saved[-3], saved[-2], saved[-1], ctx.settings[-1])
+    return (*grads, None, None, of_sinks, *[None] * 7)
+
+
+def _sink_gradient(
+    grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, backend: str
+) -> Tensor | None:
+    if sinks is None:
+        return None
+    return sink_gradient(grad_out, out, lse.transpose(1, 2) * _unit(backend), sinks)
 
 
 branch_attention.register_autograd(_operator_backward, setup_context=_save)
@@ -329,7 +366,7 @@ branch_attention.register_autograd(_operator_backward, setup_context=_save)
 class _BranchAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output = _forward(*arguments)
+        output = _forward_with_sinks(*arguments)
         _save(ctx, arguments, output)
         ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp, which has no gradient
         return output
@@ -337,4 +374,7 @@ class _BranchAttention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_out: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
-        return (*_backward(grad_out, *ctx.saved_tensors, *ctx.settings), *[None] * 6)
+        saved = ctx.saved_tensors
+        grads = _backward(grad_out, *saved[:-1], *ctx.settings)
+        of_sinks = _sink_gradient(grad_out, saved[-3], saved[-2], saved[-1], ctx.settings[-1])
+        return (*grads, None, None, of_sinks, *[None] * 4)

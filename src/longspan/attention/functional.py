@@ -49,6 +49,7 @@ def attend(
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
+    sink_logits: Tensor | None = None,
     backend: BackendName | None = None,
 ) -> Tensor:
     """Attention of q over k and v under `pattern`, in O(tokens) memory.
@@ -68,6 +69,8 @@ def attend(
     - `key_padding_mask`: bool (batch, keys), True for padding, which no query sees.
     - `dropout_p` drops weights after the softmax, by a hash of (`dropout_seed`, batch, head,
       query, key): the same on every device and backend.
+    - `sink_logits`: a logit per head (heads,) in the denominator of each softmax, as of one more
+      key whose value is zero (learnable attention sinks).
     - `backend` forces one of those that `choose_backend` names.
     """
     check_tensors(q, k, v)
@@ -78,7 +81,8 @@ def attend(
         check_scale(scale)
     if cu_seqlens is not None:
         documents = _documents_from(cu_seqlens, documents, k)
-    mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p, dropout_seed)
+    options = documents, key_padding_mask, dropout_p, dropout_seed, sink_logits
+    mask = Mask(pattern, is_causal, *options)
     check_lengths(q.shape[1], k.shape[1], mask)
     check_mask(q, mask, k.shape[1])
     return attend_checked(q, k, v, mask, scale, backend)
@@ -110,9 +114,8 @@ def attend_checked(
             q, k, v, is_causal=mask.is_causal, scale=scale, enable_gqa=group > 1
         )
         return out.transpose(1, 2)
-    return attend_branches(
-        q, k, v, mask.pattern, mask.is_causal, scale, name, mask.documents, mask.key_padding_mask
-    )
+    settings = mask.pattern, mask.is_causal, scale, name, mask.documents, mask.key_padding_mask
+    return attend_branches(q, k, v, *settings, mask.sink_logits)
 
 
 def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
@@ -126,7 +129,11 @@ def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
     if mask.dropout_p > 0:
         return Backend("reference", "there is dropout")
     match mask.pattern:
-        case Dense() if mask.is_pattern_only and (same_length or not mask.is_causal):
+        case Dense() if (
+            mask.is_pattern_only
+            and mask.sink_logits is None
+            and (same_length or not mask.is_causal)
+        ):
             return Backend("sdpa", "a dense pattern without documents or padding")
         case _ if q.device.type != "cpu":
             problem = _triton_problem(q, k, mask)

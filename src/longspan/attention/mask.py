@@ -17,7 +17,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(frozen=True)
 class Mask:
-    """What decides which weights are zero. The fields are arguments of `attend`."""
+    """What decides the weights besides the scores. The fields are arguments of `attend`."""
 
     pattern: Pattern
     is_causal: bool = True
@@ -25,6 +25,7 @@ class Mask:
     key_padding_mask: Tensor | None = None
     dropout_p: float = 0.0
     dropout_seed: int = 0
+    sink_logits: Tensor | None = None
     first_row: int = 0
     """The index in the batch of the first row, which dropout depends on."""
 
@@ -32,7 +33,7 @@ class Mask:
         check_pattern(self.pattern)
         if not isinstance(self.is_causal, bool):
             raise TypeError(f"is_causal must be True or False, got {self.is_causal!r}")
-        for name in ("documents", "key_padding_mask"):
+        for name in ("documents", "key_padding_mask", "sink_logits"):
             given = getattr(self, name)
             if given is not None and not isinstance(given, Tensor):
                 raise TypeError(f"{name} must be a torch.Tensor, got {type(given).__name__}")
@@ -138,8 +139,22 @@ def check_mask(q: Tensor, mask: Mask, keys: int) -> None:
         raise ValueError(f"documents must be integers, got {documents.dtype}")
     if padding is not None and padding.dtype != torch.bool:
         raise ValueError(f"key_padding_mask must be bool, got {padding.dtype}")
+    check_sinks(q, mask.sink_logits)
     if not 0 <= mask.dropout_p < 1:
         raise ValueError(f"dropout_p must be at least 0 and below 1, got {mask.dropout_p}")
+
+
+def check_sinks(q: Tensor, sink_logits: Tensor | None) -> None:
+    """Check that there is a logit for each of q's heads, on its device."""
+    if sink_logits is None:
+        return
+    if not sink_logits.is_floating_point() or sink_logits.shape != q.shape[2:3]:
+        raise ValueError(
+            f"sink_logits must be floating point, one for each of {q.shape[2]} heads, got "
+            f"{sink_logits.dtype} of shape {tuple(sink_logits.shape)}"
+        )
+    if sink_logits.device != q.device:
+        raise ValueError(f"sink_logits must be on {q.device} like q, got {sink_logits.device}")
 
 
 def check_lengths(queries: int, keys: int, mask: Mask) -> None:

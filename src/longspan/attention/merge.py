@@ -83,6 +83,31 @@ def merge_partial(out: Tensor, lse: Tensor, partial: Tensor, partial_lse: Tensor
     lse.copy_(merged)
 
 
+def merge_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Merge a key of value zero whose score is its head's logit (heads,) into `out` and `lse`.
+
+    So the backward pass of a partial needs nothing else: see above. `sink_gradient` is the logits'.
+    """
+    if sink_logits is None:
+        return out, lse
+    merged = torch.logaddexp(lse, sink_logits.to(lse.dtype))
+    return (out * (lse - merged).exp()[..., None]).to(out.dtype), merged
+
+
+def sink_gradient(
+    grad: Tensor, out: Tensor, lse: Tensor, sink_logits: Tensor | None
+) -> Tensor | None:
+    """The gradient of the logits (heads,), given that of the merged `out`, and `out` and `lse`.
+
+    With the weight p of the sink, whose value is zero, dS = p · (0 − δ).
+    """
+    if sink_logits is None:
+        return None
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    weight = (sink_logits.to(lse.dtype) - lse).exp()
+    return -(weight * delta).sum((0, 1)).to(sink_logits.dtype)
+
+
 def _has_cudnn(q: Tensor) -> bool:
     """Whether cuDNN's kernel is faster; it is not deterministic."""
     has_cudnn = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]

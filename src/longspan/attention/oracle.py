@@ -27,6 +27,7 @@ def attend_oracle(
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Softmax over the multiset of keys that each query sees, in float64, differentiable.
 
@@ -55,7 +56,10 @@ def attend_oracle(
         scores = scale * q[:, :, head] @ k[:, :, head // group].mT + counts.double().log()
         uncovered = (counts == 0).all(-1, keepdim=True)
         scores = scores.masked_fill(uncovered, 0.0)  # the softmax of an empty row has no gradient
-        weights = scores.softmax(-1).masked_fill(uncovered, 0.0)
+        if sink_logits is not None:  # as the score of one more key, whose value is zero
+            sink = sink_logits.double().cpu()[head].expand(batch, queries, 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(-1)[..., :keys].masked_fill(uncovered, 0.0)
         if dropout_p > 0:
             rows = torch.arange(batch)[:, None, None]
             indices = rows, torch.tensor(head), query_at[:, None], key_at

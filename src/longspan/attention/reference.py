@@ -109,7 +109,11 @@ def _attend_chunk(
         scores = scale * (q.to(dtype) @ k[:, index].to(dtype).mT) + counts.to(dtype).log()
         scores = scores.masked_fill(~seen, -torch.inf)
         some = seen.any(-1, keepdim=True)  # a query that sees nothing gives zeros, not NaN
-        weights = scores.masked_fill(~some, 0.0).softmax(-1).masked_fill(~some, 0.0)
+        scores = scores.masked_fill(~some, 0.0)
+        if mask.sink_logits is not None:
+            sink = mask.sink_logits[head].to(dtype).expand(*scores.shape[:2], 1)
+            scores = torch.cat([scores, sink], dim=-1)
+        weights = scores.softmax(-1)[..., : len(rows)].masked_fill(~some, 0.0)
         if mask.dropout_p > 0:
             batch = mask.first_row + torch.arange(q.shape[0], device=device)[:, None, None]
             indices = batch, torch.tensor(head, device=device), position[:, None], rows

@@ -145,6 +145,9 @@ class Model(Section):
     multiple of 64, else the preset's."""
     tie_embeddings: bool = True
     """Uses the token embedding as the weight of the output head."""
+    learnable_sinks: bool = False
+    """Adds a learnable attention sink to each head: a logit in the denominator of its softmax, with
+    any pattern, as in gpt-oss. It starts at 0."""
     sub_layer_norm: bool = False
     """Adds MAGNETO's norms before the last projections of attention and MLP, and uses its
     initialisation."""

@@ -90,10 +90,12 @@ def export(
     generation settings.
     """
     run = load_run(saved_run_file(run_dir), world=None)
-    if run.model.sub_layer_norm:
-        raise UserError(
-            "model.sub_layer_norm = true cannot be exported: transformers has no such model"
-        )
+    for key in ("sub_layer_norm", "learnable_sinks"):
+        if getattr(run.model, key):
+            raise UserError(
+                f"model.{key} = true cannot be exported: transformers has no such model of the "
+                f'family "{run.model.family}"'
+            )
     folder = run_dir / CHECKPOINTS
     path = latest(folder) if step is None else checkpoint_path(folder, step)
     if path is None or not path.is_dir():

@@ -12,6 +12,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from longspan.attention import KVCache, Pattern, attend, patterns_of
 from longspan.config import Model, Run
@@ -40,6 +41,7 @@ class SelfAttention(nn.Module):
         self.attend = attend
         """The attention function; `attend_sharded` replaces it when ranks split the sequence."""
         self.head_dim = model.head_dim
+        self.sinks = nn.Parameter(torch.empty(model.heads)) if model.learnable_sinks else None
         q_dim, kv_dim = model.heads * model.head_dim, model.kv_heads * model.head_dim
         self.query = linear("attention.query", model.hidden, q_dim)
         self.key = linear("attention.key", model.hidden, kv_dim)
@@ -63,12 +65,15 @@ class SelfAttention(nn.Module):
         v_BNGD = self.value(x_BNC).unflatten(-1, (-1, self.head_dim))
         q_BNHD = apply_rope(self.query_norm(q_BNHD), rope)
         k_BNGD = apply_rope(self.key_norm(k_BNGD), rope)
+        sinks: Tensor | None = self.sinks
+        if isinstance(sinks, DTensor):  # split over ranks, as the heads are
+            sinks = sinks.to_local()
         if cache is None:
             y_BNHD = self.attend(
-                q_BNHD, k_BNGD, v_BNGD, self.pattern, is_causal=True, documents=documents
+                q_BNHD, k_BNGD, v_BNGD, self.pattern, documents=documents, sink_logits=sinks
             )
         else:
-            y_BNHD = cache.attend(q_BNHD, k_BNGD, v_BNGD)
+            y_BNHD = cache.attend(q_BNHD, k_BNGD, v_BNGD, sink_logits=sinks)
         out: Tensor = self.out(self.norm(y_BNHD.flatten(-2)))
         return out
 
@@ -309,7 +314,7 @@ def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Ten
     the variance of a dense layer's.
     """
     *_, module, kind = name.split(".")
-    if kind == "bias":
+    if kind in ("bias", "sinks"):
         return torch.zeros(shape)
     if len(shape) == 1:  # norms
         return torch.full(shape, 1 - model.norm_offset)

@@ -122,6 +122,10 @@ def apply_tensor_parallel(
             if isinstance(norm, RMSNorm):  # replicated, but each rank applies it to its own heads
                 norm.weight_group = mesh.get_group()
     parallelize_module(model, mesh, plan)
+    for block in model.blocks:
+        if isinstance(block, Block) and (sinks := block.attention.sinks) is not None:
+            shard = distribute_tensor(sinks.detach(), mesh, [Shard(0)])
+            block.attention.sinks = nn.Parameter(shard)
     if hasattr(model, "embedding"):
         # Its output may be an AsyncCollectiveTensor, for which compiled blocks have no gradient.
         model.embedding.register_forward_hook(lambda _module, _args, out: out.clone())

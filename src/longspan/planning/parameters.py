@@ -196,6 +196,8 @@ def block_shapes(model: Model, block: int) -> dict[str, Shape]:
     if model.qk_norm:
         norms |= {f"attention.{name}_norm": model.head_dim for name in ("query", "key")}
     shapes: dict[str, Shape] = {f"{name}.weight": (width,) for name, width in norms.items()}
+    if model.learnable_sinks:
+        shapes["attention.sinks"] = (model.heads,)
     for name, (inputs, outputs) in linear_sizes(model).items():
         rank = rank_of(model, f"blocks.{block}.{name}", inputs, outputs)
         rank *= model.sketch.terms if model.linear == "sketched" else 1

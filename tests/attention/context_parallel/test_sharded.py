@@ -102,6 +102,8 @@ class Case:
             found["key_padding_mask"] = torch.arange(2 * tokens).view(2, -1) % 5 == 2
         if "dropout" in self.masks:
             found |= {"dropout_p": 0.3, "dropout_seed": 5}
+        if "sinks" in self.masks:
+            found["sink_logits"] = torch.linspace(-1, 2, self.heads).double().requires_grad_()
         return {"is_causal": self.is_causal, "scale": self.scale, **found}
 
 
@@ -143,7 +145,11 @@ CASES = [
     Case("longnet", EVEN, 8, 2, "ulysses", masks=("documents",)),
     Case("some heads", EVEN, 4, 4, "ulysses", is_causal=False, masks=("documents", "padding")),
     Case("block sparse", EVEN, 8, 8, "ulysses", is_causal=False),
-    Case("window", EVEN, 4, 2, "sparse_kv"),
+    Case("window", EVEN, 4, 2, "sparse_kv", masks=("sinks",)),
+    Case("longnet", EVEN, 8, 2, "sparse_kv", masks=("sinks",)),
+    Case("longnet", (0, 64, 128), 4, 2, "local", masks=("sinks",)),
+    Case("longnet", EVEN, 8, 2, "ulysses", masks=("documents", "sinks")),
+    Case("dense", (0, 7, 16, 30, 33), 8, 2, "ring", masks=("sinks",)),
     Case("dilated window", ODD, 3, 1, "sparse_kv", is_causal=False, masks=("documents",)),
 ]
 
@@ -160,8 +166,10 @@ def attend_on_a_rank(rank: int, world: int, case: Case) -> list[Tensor]:
     *qkv, grad = inputs(shards.tokens, case.heads, case.key_heads)
     qkv = [x[:, shards.positions(rank)].requires_grad_() for x in qkv]
     group = torch.distributed.group.WORLD
-    out = attend_sharded(*qkv, PATTERNS[case.pattern], group=group, shards=shards, **case.options())
-    return [out.detach(), *torch.autograd.grad(out, qkv, grad[:, shards.positions(rank)])]
+    options = case.options()
+    inputs_of = [*qkv, *([options["sink_logits"]] if "sinks" in case.masks else [])]
+    out = attend_sharded(*qkv, PATTERNS[case.pattern], group=group, shards=shards, **options)
+    return [out.detach(), *torch.autograd.grad(out, inputs_of, grad[:, shards.positions(rank)])]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.pattern}-{case.strategy}")
@@ -170,11 +178,15 @@ def test_equals_the_oracle(ranks: Ranks, case: Case) -> None:
     *qkv, grad = inputs(shards.tokens, case.heads, case.key_heads)
     qkv = [x.requires_grad_() for x in qkv]
     options = {**case.options(), "scale": 1.0 if case.scale is None else case.scale}
+    sinks = options.pop("sink_logits", None)
     options.pop("dropout_seed", None)
     assert choose_strategy(qkv[0], qkv[1], pattern, shards, **options).name == case.strategy
-    out = attend_oracle(*qkv, pattern, **case.options())
-    expected = [out, *torch.autograd.grad(out, qkv, grad)]
+    out = attend_oracle(*qkv, pattern, **{**case.options(), "sink_logits": sinks})
+    expected = [out, *torch.autograd.grad(out, [*qkv, *([] if sinks is None else [sinks])], grad)]
     outputs = ranks.run(attend_on_a_rank, shards.ranks, case)
+    if sinks is not None:  # of which each rank has a share
+        shares = torch.stack([output.pop() for output in outputs])
+        torch.testing.assert_close(shares.sum(0), expected.pop(), rtol=1e-9, atol=1e-9)
     for found, right in zip(zip(*outputs, strict=True), expected, strict=True):
         order = torch.cat([shards.positions(rank) for rank in range(shards.ranks)])
         torch.testing.assert_close(torch.cat(found, dim=1), right[:, order], rtol=1e-9, atol=1e-9)

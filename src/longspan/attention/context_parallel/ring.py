@@ -21,7 +21,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention.context_parallel.shards import Shards
-from longspan.attention.merge import attend_partial, merge_partial, partial_gradients
+from longspan.attention.merge import (
+    attend_partial,
+    merge_partial,
+    merge_sinks,
+    partial_gradients,
+    sink_gradient,
+)
 from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import all_to_all_async, wait
 
@@ -68,11 +74,14 @@ def _calls(
 
 def ring_attention(
     q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float, shards: Shards, rank: int,
-    group: str,
+    group: str, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """q (batch, local tokens, heads, head_dim); k, v the same with a divisor of q's heads."""
+    """q (batch, local tokens, heads, head_dim); k, v the same with a divisor of q's heads.
+
+    `sinks`: a logit per head (heads,) in the denominator of the softmax.
+    """
     out: Tensor = _RingAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, is_causal, scale, shards.boundaries, shards.is_zigzag, rank, group
+        q, k, v, sinks, is_causal, scale, shards.boundaries, shards.is_zigzag, rank, group
     )
     return out
 
@@ -131,17 +140,20 @@ would communicate the keys again (see `parallel/activation_checkpointing.py`).
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, *settings: Any) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *settings: Any
+    ) -> Tensor:
         out: Tensor
         out, lse = ring_forward(q, k, v, *settings)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out, lse = merge_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.settings = settings
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        q, k, v, out, lse, sinks = ctx.saved_tensors
         is_causal, scale, boundaries, is_zigzag, rank, group = ctx.settings
         shards = Shards(boundaries, is_zigzag)
         rounds, kv = ring_schedule(shards, rank, is_causal), _pack(k, v)
@@ -173,7 +185,8 @@ class _RingAttention(torch.autograd.Function):
         for x in returning:
             _add_returned(grad_kv, x)
         grads = (grad_q, *_unpack(grad_kv))
-        return (*(x.to(q.dtype) for x in grads), *[None] * 6)
+        grad_sinks = sink_gradient(grad, out, lse, sinks)
+        return (*(x.to(q.dtype) for x in grads), grad_sinks, *[None] * 6)
 
 
 def _add_returned(grad_kv: Tensor, returned: Tensor) -> None:

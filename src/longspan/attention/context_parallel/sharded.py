@@ -53,15 +53,18 @@ def attend_sharded(
     key_padding_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int = 0,
+    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """`attend` for a sequence of which each rank of `group` holds one shard.
 
     q: (batch, local tokens, heads, head_dim); k, v: (batch, local tokens, kv_heads, head_dim). By
     default all shards have the same length. `documents` and `key_padding_mask` are those of the
-    whole sequence, (batch, tokens), and like `dropout_seed` the same on every rank.
+    whole sequence, (batch, tokens), and like `dropout_seed` and `sink_logits` the same on every
+    rank; a rank's gradient of `sink_logits` is its share.
     """
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    mask = Mask(pattern, is_causal, documents, key_padding_mask, dropout_p, dropout_seed)
+    options = documents, key_padding_mask, dropout_p, dropout_seed, sink_logits
+    mask = Mask(pattern, is_causal, *options)
     check_tensors(q, k, v)
     shards = shards or Shards.even(ranks * q.shape[1], ranks)
     if shards.ranks != ranks or shards.length(rank) != q.shape[1] or k.shape[1] != q.shape[1]:
@@ -96,10 +99,15 @@ def _attend(
         case "local":
             return attend_local(q, k, v, mask)
         case "ring":
-            return ring_attention(q, k, v, mask.is_causal, scale, shards, rank, name)
+            sinks = mask.sink_logits
+            return ring_attention(q, k, v, mask.is_causal, scale, shards, rank, name, sinks)
         case "ulysses":
             first = rank * heads.queries // shards.ranks
-            of_heads = replace(mask, pattern=from_head(mask.pattern, first))
+            sinks = mask.sink_logits
+            if sinks is not None:
+                sinks = sinks[first : first + heads.queries // shards.ranks]
+            pattern = from_head(mask.pattern, first)
+            of_heads = replace(mask, pattern=pattern, sink_logits=sinks)
             attend_heads = partial(attend_local, mask=of_heads)
             return ulysses_attention(q, k, v, attend_heads, shards, rank, name)
         case "sparse_kv":

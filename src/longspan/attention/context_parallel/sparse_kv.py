@@ -27,7 +27,13 @@ from longspan.attention.context_parallel.kv_exchange import (
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.custom_op import attend_branches_with_lse, branch_gradients
 from longspan.attention.mask import Mask
-from longspan.attention.merge import attend_partial, merge_partial, partial_gradients
+from longspan.attention.merge import (
+    attend_partial,
+    merge_partial,
+    merge_sinks,
+    partial_gradients,
+    sink_gradient,
+)
 from longspan.attention.pattern import Dilated
 from longspan.attention.reference import reference_attention
 from longspan.caching import cached_up_to
@@ -47,7 +53,7 @@ def sparse_kv_attention(
         split = split_dilated(pattern, local, heads, exchange, q.device)
         if split is not None:
             out: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
-                q, k, v, split, exchange, scale, group
+                q, k, v, mask.sink_logits, split, exchange, scale, group
             )
             return out
     k_rows, v_rows = receive_rows(k, v, exchange, group)
@@ -131,8 +137,8 @@ def _received_index(exchange: KVExchange, heads: Heads, head: int, rows: range) 
 class _SplitAttention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, split: DilatedSplit, exchange: KVExchange,
-        scale: float, group: str,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, split: DilatedSplit,
+        exchange: KVExchange, scale: float, group: str,
     ) -> Tensor:  # fmt: skip
         pending = exchange.send_async(k, v, group)
         out, lse = attend_branches_with_lse(q, k, v, split.local, scale)
@@ -146,14 +152,15 @@ class _SplitAttention(torch.autograd.Function):
             merge_partial(rows, rows_lse, *partial)
             merged[:, at], merged_lse[:, at] = rows, rows_lse
         out, lse = split.with_rows(out, merged), split.with_rows(lse, merged_lse)
-        ctx.save_for_backward(q, k, v, out, lse, received)
+        out, lse = merge_sinks(out, lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, received, sinks)
         ctx.split, ctx.exchange, ctx.scale, ctx.group = split, exchange, scale, group
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse, received = ctx.saved_tensors
+        q, k, v, out, lse, received, sinks = ctx.saved_tensors
         split, exchange = ctx.split, ctx.exchange
         saved = [split.rows(x) for x in (grad, q, out, lse)]
         remote_grad_q = torch.zeros_like(saved[1], dtype=lse.dtype)
@@ -174,11 +181,12 @@ class _SplitAttention(torch.autograd.Function):
         pending = exchange.return_async(grad_rows, ctx.group) if needs_kv else grad_rows
         local_q, *local_kv = branch_gradients(grad, q, k, v, out, lse, split.local, ctx.scale)
         grad_q = split.with_rows(local_q, split.rows(local_q) + remote_grad_q)
+        grad_sinks = sink_gradient(grad, out, lse, sinks)
         if not needs_kv:
-            return grad_q, *[None] * 6
+            return grad_q, None, None, grad_sinks, *[None] * 4
         returned = wait(pending)
         grad_kv = (exchange.add_returned(x, returned[:, i]) for i, x in enumerate(local_kv))
-        return grad_q, *grad_kv, *[None] * 4
+        return grad_q, *grad_kv, grad_sinks, *[None] * 4
 
 
 def receive_rows(k: Tensor, v: Tensor, exchange: KVExchange, group: str) -> tuple[Tensor, Tensor]:
