@@ -51,6 +51,7 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_top_p() -> None:
 
 LAYOUT = ["model.hidden=32", "model.heads=4", "model.kv_heads=2", "data.context=64"]
 LAYOUT += ["attention.segment_lengths=[4,16]", "attention.dilation_rates=[1,4]"]
+LAYOUT += ['attention.layers=[{kind="window",window=6,sinks=2},{}]', "model.learnable_sinks=true"]
 
 
 def generate_in_a_layout(rank: int, world: int, options: list[str]) -> list[Piece]:
