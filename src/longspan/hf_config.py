@@ -31,13 +31,11 @@ MAX_BYTES = 1 << 20
 
 QWEN = {"num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28}
 QWEN |= {"max_position_embeddings": 32768}
+MISTRAL = {"num_key_value_heads": 8, "sliding_window": 4096, "max_position_embeddings": 131072}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {"max_position_embeddings": 2048},
-    "mistral": {
-        "num_key_value_heads": 8,
-        "sliding_window": 4096,
-        "max_position_embeddings": 131072,
-    },
+    "mistral": MISTRAL,
+    "ministral": MISTRAL,
     "qwen2": QWEN,
     "qwen3": {**QWEN, "head_dim": 128},
     "gemma": {
@@ -130,7 +128,9 @@ class FolderConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, strict=True, extra="ignore", allow_inf_nan=False)
 
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "gemma"] = Field(alias="model_type")
+    family: Literal["llama", "mistral", "ministral", "qwen2", "qwen3", "gemma"] = Field(
+        alias="model_type"
+    )
     layers: Layers = Field(alias="num_hidden_layers")
     hidden: Width = Field(alias="hidden_size")
     heads: Width = Field(alias="num_attention_heads")
@@ -309,11 +309,13 @@ def _activation(family: str, fields: Mapping[str, Any]) -> str:
 def _windows(family: str, fields: Mapping[str, Any]) -> dict[str, Any]:
     """The sliding window, and the layers that have it."""
     is_qwen = family in ("qwen2", "qwen3")
-    has_window = fields.get("use_sliding_window", False) if is_qwen else family == "mistral"
+    has_window = family in ("mistral", "ministral")
+    if is_qwen:
+        has_window = fields.get("use_sliding_window", False)
     return {
         "window": fields.get("sliding_window") if has_window else None,
         "first_window_layer": fields.get("max_window_layers", 0) if is_qwen else 0,
-        "layer_types": fields.get("layer_types") if is_qwen else None,
+        "layer_types": fields.get("layer_types") if is_qwen or family == "ministral" else None,
     }
 
 
@@ -373,6 +375,8 @@ def _window_problems(family: str, fields: Mapping[str, Any]) -> Iterator[str]:
                 yield f'{text} = "{family}", only null: use another model'
     elif family == "mistral":  # has the window in all layers or in none
         known = ["full_attention" if window is None else "sliding_attention"]
+    elif family == "ministral":
+        known = ["full_attention", *(["sliding_attention"] if window is not None else [])]
     else:
         known = ["full_attention"]
         uses = fields.get("use_sliding_window", False)

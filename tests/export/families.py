@@ -34,6 +34,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "mistral": ("MistralForCausalLM", {"sliding_window": CONTEXT, "hidden_act": "gelu"}),
     "mistral-window": ("MistralForCausalLM", {"sliding_window": 10}),
+    "ministral-mixed": (
+        "MinistralForCausalLM",
+        {"sliding_window": 12, "layer_types": ["full_attention", "sliding_attention"]}
+        | {"head_dim": 8},
+    ),
     "qwen2": ("Qwen2ForCausalLM", {"tie_word_embeddings": True}),
     "qwen3": ("Qwen3ForCausalLM", {"head_dim": 16, "rms_norm_eps": 0.01}),
     "qwen3-window": (

@@ -231,6 +231,10 @@ def test_a_resumed_run_does_not_need_the_folder_of_its_weights(
         ),
         ({"model_type": "qwen2", "layer_types": ["full_attention"]}, "layer_types has 1 entries"),
         (
+            {"model_type": "ministral", "layer_types": ["chunked_attention", "full_attention"]},
+            'is not supported, only "full_attention" or "sliding_attention"',
+        ),
+        (
             {"model_type": "qwen2", "use_sliding_window": "no"},
             'use_sliding_window: expected true or false, got "no"',
         ),

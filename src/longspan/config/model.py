@@ -117,10 +117,11 @@ class Model(Section):
     )
     preset: Preset = "tiny"
     """Named model size; every other key of this section overrides one of its values."""
-    family: Literal["llama", "mistral", "qwen2", "qwen3", "gemma"] = "llama"
+    family: Literal["llama", "mistral", "ministral", "qwen2", "qwen3", "gemma"] = "llama"
     """Model type of Hugging Face, which `longspan export` writes: "qwen2" has biases on query, key
     and value; "qwen3" normalises the queries and keys of each head; "gemma" scales the embedding by
-    √hidden and adds 1 to the weights of norms; "mistral" is computed like "llama"."""
+    √hidden and adds 1 to the weights of norms; "mistral" and "ministral" are computed like
+    "llama"."""
     layers: Layers = 2
     """Number of transformer blocks."""
     hidden: Width = 128

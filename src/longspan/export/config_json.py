@@ -30,10 +30,15 @@ ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu_tanh": "gelu_pytorch_tanh",
 ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "mistral": "MistralForCausalLM",
+    "ministral": "MinistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
     "gemma": "GemmaForCausalLM",
 }
+
+
+WINDOWED = ("mistral", "ministral", "qwen2", "qwen3")
+"""The families that may have a sliding window."""
 
 
 def hf_name(name: str) -> str:
@@ -48,16 +53,16 @@ def hf_name(name: str) -> str:
 def sliding_window(run: Run) -> int | None:
     """The sliding window of a run's layers, if its family computes them in transformers.
 
-    Families of Qwen may have it in some layers, and dense attention in the others.
+    All but Mistral may have it in some layers, and dense attention in the others.
     """
     attention, family = run.attention, run.model.family
     windows = {layer.window for layer in attention.cycle if layer.kind == "window"}
-    kinds = ("window", "dense") if family in ("qwen2", "qwen3") else ("window",)
+    kinds = ("window",) if family == "mistral" else ("window", "dense")
     is_plain = all(
         layer.kind in kinds and layer.sinks == 0 and layer.window_dilation <= 1
         for layer in attention.cycle
     )
-    if len(windows) != 1 or not is_plain or family not in ("mistral", "qwen2", "qwen3"):
+    if len(windows) != 1 or not is_plain or family not in WINDOWED:
         return None
     return windows.pop()
 
@@ -109,20 +114,27 @@ def needs_longspan(run: Run) -> bool:
 
 
 def _window_fields(run: Run, start: FolderConfig | None) -> dict[str, Any]:
-    family, is_qwen = run.model.family, run.model.family in ("qwen2", "qwen3")
-    if family != "mistral" and not is_qwen:
+    family, count = run.model.family, run.model.layers
+    if family not in WINDOWED:
         return {}
     window, kinds = sliding_window(run), run.attention.kinds
-    layers: dict[str, Any] = {"max_window_layers": 0}
+    first, types = 0, None
     if len(kinds) > 1:
         names = {"window": "sliding_attention", "dense": "full_attention"}
-        in_turn = islice(cycle(run.attention.cycle), run.model.layers)
-        layers["layer_types"] = [names.get(layer.kind) for layer in in_turn]
+        in_turn = islice(cycle(run.attention.cycle), count)
+        types = [names.get(layer.kind) for layer in in_turn]
     if start and kinds == ("dense",) and not start.hides(run.data.context):
-        window = start.window
-        layers = {"max_window_layers": start.first_window_layer}
-        if start.layer_types is not None:
-            layers["layer_types"] = list(start.layer_types)
-    if not is_qwen or window is None:
-        return {"sliding_window": window, **({"use_sliding_window": False} if is_qwen else {})}
-    return {"sliding_window": window, "use_sliding_window": True, **layers}
+        window, first = start.window, start.first_window_layer
+        types = None if start.layer_types is None else list(start.layer_types)
+    if family == "ministral" and window is None:  # transformers needs a window, used or not
+        positions = max(run.data.context, run.model.max_positions or 0)
+        window, types = positions, ["full_attention"] * count
+    layer_types = {} if types is None else {"layer_types": types}
+    if family == "mistral":
+        return {"sliding_window": window}
+    if family == "ministral":
+        return {"sliding_window": window, **layer_types}
+    if window is None:
+        return {"sliding_window": None, "use_sliding_window": False}
+    fields = {"sliding_window": window, "use_sliding_window": True, "max_window_layers": first}
+    return {**fields, **layer_types}
