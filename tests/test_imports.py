@@ -45,8 +45,9 @@ MAY_IMPORT = {
     "hf": {"attention", "hf_config"},
     "launching": set(),
     "doctor": RUN | {"benchmarks", "costs", "parallel", "planning"},
-    "trained": MODEL | RUN,
+    "trained": MODEL | RUN | {"export", "hf_config"},
     "generate": MODEL | RUN | {"trained"},
+    "evaluation": MODEL | RUN | {"export", "parallel", "trained"},
     "sketch_run": MODEL | RUN | {"export", "parallel", "trained", "training"},
     "drill": {"checkpoint", "config", "runfile", "tracking"},
     "create": MODEL | {"device", "parallel", "runfile"},
@@ -58,7 +59,8 @@ MAY_IMPORT = {
     "reporting": MODEL | RUN | {"parallel"},
     "cli": MODEL
     | RUN
-    | {"benchmarks", "doctor", "drill", "engines", "export", "generate", "launching", "parallel"}
+    | {"benchmarks", "doctor", "drill", "engines", "evaluation", "export", "generate"}
+    | {"launching", "parallel"}
     | {"init", "planning", "reporting", "sketch_run", "trained", "training", "verification"},
     "__main__": {"cli"},
 }

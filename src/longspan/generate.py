@@ -10,7 +10,7 @@ from longspan.data.tokenizer import load_tokenizer
 from longspan.device import autocast
 from longspan.errors import UserError
 from longspan.models.generation import Piece, complete
-from longspan.trained import load_trained
+from longspan.trained import is_huggingface_folder, load_huggingface, load_trained
 
 
 def complete_from_run(
@@ -23,7 +23,7 @@ def complete_from_run(
     seed: int,
     key_file: str = "",
 ) -> Iterator[Piece]:
-    """Run `complete` with the newest checkpoint of a run folder; `key_file` as in load_trained."""
+    """Run `complete` with the model of a run folder or a Hugging Face folder."""
     if count < 0 or not 0 <= temperature < math.inf or not 0 < top_p <= 1:
         raise UserError(
             "expected --tokens >= 0, --temperature >= 0 and --top-p in (0, 1], got "
@@ -31,7 +31,10 @@ def complete_from_run(
         )
     if not 0 <= seed < 1 << 63:
         raise UserError(f"expected 0 <= --seed < 2^63, got {seed}")
-    run, model, _ = load_trained(run_dir, key_file)
+    if is_huggingface_folder(run_dir):
+        run, model = load_huggingface(run_dir)
+    else:
+        run, model, _ = load_trained(run_dir, key_file)
     if run.data.source == "recall":
         raise UserError(
             f"{run_dir} was trained with data.source = {run.data.source!r}, not on text"

@@ -1,7 +1,8 @@
-"""Load a run's model from its newest checkpoint."""
+"""Load trained models: a run's newest checkpoint, or a Hugging Face folder."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -15,11 +16,18 @@ from longspan.checkpoint import (
     open_checkpoint,
     read_key,
 )
-from longspan.config import Run
+from longspan.checkpoint.format import Region
+from longspan.config import Data, Run
 from longspan.device import choose_device, resolve
 from longspan.errors import UserError
-from longspan.models import Decoder, build_decoder, parameter_shapes
-from longspan.runfile import ONE_PROCESS, load_run, saved_run_file
+from longspan.export.huggingface import weight_reader
+from longspan.hf_config import read_folder_config
+from longspan.models import Decoder, new_decoder, parameter_shapes
+from longspan.models.decoder import allocate
+from longspan.runfile import ONE_PROCESS, RUN_FILE, load_run, saved_run_file
+
+HERE = ["train.device=auto", "train.precision=auto", *ONE_PROCESS]
+"""Overrides with which a run's model is used on this machine, in one process."""
 
 
 def load_weights(
@@ -42,16 +50,19 @@ def _newest(run_dir: Path, key_file: str) -> Checkpoint:
     return open_checkpoint(path, read_key(key_file))
 
 
-def load_trained(run_dir: Path, key_file: str = "") -> tuple[Run, Decoder, int]:
+def is_huggingface_folder(folder: Path) -> bool:
+    """Whether this is a folder of `transformers`, and not of a run."""
+    return (folder / "config.json").is_file() and not (folder / RUN_FILE).exists()
+
+
+def load_trained(
+    run_dir: Path, key_file: str = "", overrides: Sequence[str] = ()
+) -> tuple[Run, Decoder, int]:
     """Load the run file and the model of the newest checkpoint, and return them with its step.
 
     The checkpoint must be signed with the key in `key_file`, or else in the run's.
     """
-    overrides = ["train.device=auto", "train.precision=auto", *ONE_PROCESS]
-    run = load_run(saved_run_file(run_dir), overrides)
-    device = choose_device(run)
-    run = resolve(run, device)
-    model = build_decoder(run, device)
+    run, model = _build(load_run(saved_run_file(run_dir), [*HERE, *overrides]))
     saved = _newest(run_dir, key_file or run.checkpoint.key_file)
     saved.check(saved.files_of("model"))
     check_shapes(parameter_shapes(model), saved)
@@ -59,3 +70,27 @@ def load_trained(run_dir: Path, key_file: str = "") -> tuple[Run, Decoder, int]:
         for name, parameter in model.named_parameters():
             parameter.copy_(saved.read(f"model/{name}"))
     return run, model, saved.step
+
+
+def load_huggingface(folder: Path, overrides: Sequence[str] = ()) -> tuple[Run, Decoder]:
+    """Load the model of a Hugging Face folder.
+
+    Its context is what it was trained on, at most the default, unless `overrides` set data.context.
+    """
+    context = min(Data().context, read_folder_config(folder).max_positions)
+    own = [f"model.from={folder}", f"data.context={context}", "train.micro_batch=1"]
+    run, model = _build(load_run(None, [*own, "train.global_batch=1", *HERE, *overrides]))
+    read = weight_reader(folder, run)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(read(name, Region.full(tuple(parameter.shape))))
+    return run, model
+
+
+def _build(run: Run) -> tuple[Run, Decoder]:
+    """The run with what this machine's device decides, and its model there, uninitialised."""
+    device = choose_device(run)
+    run = resolve(run, device)
+    model = new_decoder(run)
+    allocate(model, device)
+    return run, model

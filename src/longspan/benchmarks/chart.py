@@ -20,14 +20,16 @@ def charts_svg(
     caption: str,
     *,
     axis: str = "tokens",
-    top: float | None = None,
+    top: float | Mapping[str, float] | None = None,
 ) -> str:
     """Charts side by side, by title; each has named lines of (x, value) points.
 
-    `axis`: what x is. Values have a logarithmic axis, or with `top` a linear one from 0 to `top`.
+    `axis`: what x is. Values have a logarithmic axis, or with `top` a linear one from 0 to `top`,
+    which may differ by title.
     """
+    tops = top if isinstance(top, Mapping) else dict.fromkeys(charts, top)
     elements = [
-        _chart(title, lines, index * WIDTH, axis, top)
+        _chart(title, lines, index * WIDTH, axis, tops[title])
         for index, (title, lines) in enumerate(charts.items())
     ]
     width = WIDTH * len(elements)

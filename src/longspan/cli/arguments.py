@@ -10,6 +10,7 @@ from longspan.cli import (
     bench,
     completion,
     doctor,
+    evaluation,
     inputs,
     launch,
     node,
@@ -45,7 +46,19 @@ def build_parser() -> Parser:
     # The `deepspeed` launcher passes it; the environment holds the same value.
     parser.add_argument("--local_rank", help=argparse.SUPPRESS)
     commands = parser.add_commands()
-    groups = (training, launch, node, doctor, profile, trained, watch, report, inputs, bench)
+    groups = (
+        training,
+        launch,
+        node,
+        doctor,
+        profile,
+        trained,
+        evaluation,
+        watch,
+        report,
+        inputs,
+        bench,
+    )
     for group in (*groups, completion):
         group.add(commands)
     return parser

@@ -75,7 +75,7 @@ def _add_data(commands: Commands) -> None:
         ("--answer", "field of its answer, which follows it and has a loss"),
         ("--loss", "field with the characters of --field that have a loss: [[first, stop], ...]"),
     ):
-        build.add_argument(option, metavar="NAME", help=words)
+        build.add_argument(option, metavar="NAME", help=f"{words} (default: none)")
     build.add_argument(
         "--validation",
         type=float,

@@ -39,8 +39,8 @@ def add_backend(parser: Parser) -> None:
     )
 
 
-def add_run_dir(parser: Parser) -> None:
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder of a run")
+def add_run_dir(parser: Parser, what: str = "folder of a run") -> None:
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help=what)
     parser.add_argument(
         "--key-file",
         default="",

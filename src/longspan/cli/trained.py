@@ -34,7 +34,7 @@ def _add_generate(commands: Commands) -> None:
         verb=generate,
         group=GROUP,
     )
-    add_run_dir(parser)
+    add_run_dir(parser, "folder of a run, or a Hugging Face folder")
     parser.add_argument(
         "--prompt", required=True, metavar="TEXT", help="text that the model continues (required)"
     )

@@ -1,0 +1,155 @@
+"""Evaluate a trained model: its ranks share samples and trials, and all have the result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from longspan.config import Layout, Run
+from longspan.data import Source, open_source
+from longspan.data.tokenizer import Tokenizer
+from longspan.device import autocast
+from longspan.errors import UserError
+from longspan.evaluation.losses import Losses, in_order, sample_loss
+from longspan.evaluation.recall import Outcome, accuracies, cells, run_cell
+from longspan.export.side_files import is_tokenizer_of
+from longspan.nn import eval_mode
+from longspan.parallel.mesh import open_mesh
+from longspan.parallel.world import World
+from longspan.trained import is_huggingface_folder, load_huggingface, load_trained
+
+T = TypeVar("T")
+TOKENS = 1 << 20
+"""Of validation samples, unless their number is given."""
+FILLER = 16
+"""Validation samples of which the text around a needle is taken."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What to evaluate. `samples`: None for as many as have 1,048,576 tokens; 0 for no loss."""
+
+    samples: int | None
+    tasks: tuple[str, ...]
+    trials: int
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    run: Run
+    model: str
+    step: int | None
+    """Of the checkpoint."""
+    data: str
+    losses: Losses | None
+    recall: list[dict[str, float | str]]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The result as JSON: sums in nats, so that they can be added up."""
+        found: dict[str, Any] = {"model": self.model, "step": self.step, "data": self.data}
+        found["context"] = self.run.data.context
+        if (losses := self.losses) is not None:
+            found |= {"tokens": losses.tokens, "nats": losses.nats, "loss": losses.mean}
+            found |= {"perplexity": perplexity(losses.mean), "bits_per_byte": losses.bits_per_byte}
+            found["by_position"] = losses.by_position()
+            found["documents"] = [
+                {**asdict(x), "loss": x.nats / x.tokens} for x in losses.documents()
+            ]
+        return found | {"recall": self.recall}
+
+
+def perplexity(nats: float) -> float:
+    """exp(nats), infinite where that is no float."""
+    return float(torch.tensor(nats, dtype=torch.float64).exp())
+
+
+def evaluate(
+    folder: Path,
+    overrides: Sequence[str],
+    wanted: Wanted,
+    world: World,
+    *,
+    key_file: str = "",
+    show: Callable[[str], None] = lambda text: None,
+) -> Evaluation:
+    """Evaluate the model in a run folder or a Hugging Face folder, on its validation split."""
+    step: int | None = None
+    if is_huggingface_folder(folder):
+        run, model = load_huggingface(folder, overrides)
+    else:
+        run, model, step = load_trained(folder, key_file, overrides)
+    source = _open(folder, run)
+    device = model.embedding.weight.device
+    samples = []
+    if wanted.samples != 0:
+        count = max(1, TOKENS // run.data.context) if wanted.samples is None else wanted.samples
+        samples = source.validation_samples(count)
+        if not samples:
+            raise UserError(
+                "the validation split holds less than one sample: reduce data.context, or build "
+                "the data with a larger validation split"
+            )
+    text = _tokenizer_of_tasks(source, run, wanted)
+    trials = cells(wanted.tasks, run.data.context, wanted.trials) if wanted.tasks else []
+    filler = [
+        token
+        for sample in (source.validation_samples(FILLER) if trials else [])
+        for token in sample.tokens.tolist()
+    ]
+    replicas = Layout(replicate=world.size)
+    with open_mesh(replicas, world, device), eval_mode(model), autocast(run.train):
+        found = []
+        for index in range(world.rank, len(samples), world.size):
+            show(f"sample {index + 1} of {len(samples)}")
+            found.append(sample_loss(model, samples[index], index, source.tokenizer, device))
+        outcomes = list[Outcome | None]()
+        for index in range(world.rank, len(trials), world.size):
+            show(f"recall {index + 1} of {len(trials)}")
+            assert text is not None
+            outcomes.append(run_cell(model, text, filler, trials[index], device))
+        every = in_order(_gathered(found, world))
+        answered = [x for x in in_order(_gathered(outcomes, world)) if x is not None]
+    losses = Losses(every) if samples else None
+    if losses is not None and not losses.tokens:
+        raise UserError("no token of the validation samples has a loss")
+    if trials and not answered:
+        raise UserError(
+            f"data.context = {run.data.context:,} has no room for {' or '.join(wanted.tasks)}"
+        )
+    return Evaluation(run, str(folder), step, source.describe(), losses, accuracies(answered))
+
+
+def _open(folder: Path, run: Run) -> Source:
+    source = open_source(run.data, run.model)
+    tokenizer = source.tokenizer
+    if is_huggingface_folder(folder) and not is_tokenizer_of(folder, tokenizer):
+        name = tokenizer.name if tokenizer else "none"
+        raise UserError(
+            f"the data {run.data.source!r} has the tokenizer {name}, not that of {folder}: build "
+            f"it with longspan data build --tokenizer {folder}/tokenizer.json -o FOLDER TEXT, and "
+            "give data.source=FOLDER"
+        )
+    return source
+
+
+def _tokenizer_of_tasks(source: Source, run: Run, wanted: Wanted) -> Tokenizer | None:
+    if wanted.tasks and source.tokenizer is None:
+        raise UserError(
+            f"{' and '.join(wanted.tasks)} need text, and data.source = {run.data.source!r} has "
+            "none: its loss tells how well values are recalled"
+        )
+    return source.tokenizer
+
+
+def _gathered(mine: list[T], world: World) -> list[list[T]]:
+    """The lists of all ranks."""
+    if world.size == 1:
+        return [mine]
+    every: list[list[T]] = [[] for _ in range(world.size)]
+    dist.all_gather_object(every, mine)
+    return every
