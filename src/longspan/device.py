@@ -54,7 +54,6 @@ def resolve(run: Run, device: torch.device) -> Run:
     layout = run.layout
     has_zero3_hooks = run.engine.name == "deepspeed" and layout.zero == 3
     can_compile = device.type == "cuda" and layout.schedule != "zbv" and not has_zero3_hooks
-    can_compile &= "window" not in run.attention.kinds  # plain code that depends on values
     compiled = can_compile if train.compile == "auto" else train.compile
     resolved = {"device": device.type, "precision": precision, "compile": compiled}
     return run.model_copy(update={"train": train.model_copy(update=resolved)})

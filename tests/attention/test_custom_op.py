@@ -15,7 +15,7 @@ from tests.attention.test_functional import PATTERNS, output_and_gradients, rand
 
 
 @settings(max_examples=50, deadline=None)
-@given(pattern=PATTERNS.filter(lambda pattern: not isinstance(pattern, Window)))
+@given(pattern=PATTERNS)
 def test_flattening_a_pattern_loses_nothing(pattern: Pattern) -> None:
     assert unflatten(*flatten(pattern)) == pattern
 
@@ -30,9 +30,10 @@ def test_a_seed_of_any_size_draws_the_same_blocks() -> None:
 def test_the_operator_is_registered_completely() -> None:
     q, k, v = random_qkv(1, 12, 2, 2, dtype=torch.float64)
     flat = flatten(Dilated((4, 8), (1, 2)))
-    torch.library.opcheck(branch_attention, (q, k, v, None, None, None, *flat, True, 0.3, "cpu"))
     sinks = torch.randn(2, dtype=torch.float64).requires_grad_()
-    torch.library.opcheck(branch_attention, (q, k, v, None, None, sinks, *flat, True, 0.3, "cpu"))
+    for logits in (None, sinks):
+        mask = None, None, logits, *flat, True, 0.0, 0, 0
+        torch.library.opcheck(branch_attention, (q, k, v, *mask, 0.3, "cpu"))
 
 
 class Operators(TorchDispatchMode):
@@ -54,6 +55,7 @@ class Operators(TorchDispatchMode):
         (Dilated((16,), (2,)), "triton"),
         (Dense(), "triton"),
         (BlockSparse(32, local_window=64), "triton"),
+        (Window(9, sinks=2, dilation=2), "reference"),
     ],
 )
 def test_a_dispatch_mode_sees_the_operator_with_the_same_result(

@@ -133,6 +133,31 @@ def test_the_graphs_of_earlier_models_do_not_count(monkeypatch: pytest.MonkeyPat
             model(tokens, tokens)
 
 
+@pytest.mark.usefixtures("no_generated_code")
+@pytest.mark.parametrize(
+    "attention",
+    [
+        ["attention.kind=window", "attention.window=9", "attention.sinks=2"],
+        ["attention.kind=block_sparse", "attention.block_size=8", "attention.local_window=16"],
+    ],
+    ids=["window", "block sparse"],
+)
+def test_blocks_of_the_reference_backend_are_compiled_whole(attention: list[str]) -> None:
+    tokens, documents = torch.randint(256, (1, 64)), (torch.arange(64) // 25)[None]
+    found = []
+    for is_compiled in ("false", "true"):
+        branches = ["attention.segment_lengths=[]", "attention.dilation_rates=[]"]
+        run = run_of(*attention, *branches, "model.layers=1", f"train.compile={is_compiled}")
+        torch.manual_seed(0)
+        model = build_decoder(run, torch.device("cpu"))
+        apply_to_blocks(model, run.train)
+        loss = model(tokens, tokens, documents)
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters())])
+    eager, compiled = found
+    torch.testing.assert_close(compiled, eager)
+
+
 class Wider(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -10,7 +10,7 @@ from torch import Tensor
 from longspan.attention.functional import attend_checked
 from longspan.attention.mask import Mask, check_pattern, check_scale, check_sinks, check_tensors
 from longspan.attention.pattern import Dense, Pattern
-from longspan.attention.reference import reference_attention
+from longspan.attention.reference import Places, reference_attention
 from longspan.dtypes import accumulation_dtype
 
 SPARE_ROWS = 16
@@ -75,7 +75,7 @@ class KVCache:
             return _attend_newest(q, self._keys, self._values, mask, *held_from)
         held = torch.cat([torch.arange(self._sink), torch.arange(self._start, self.length)])
         keys, values = (x[:, :, : len(held)].transpose(1, 2) for x in (self._keys, self._values))
-        return reference_attention(q, keys, values, mask, scale, held)
+        return reference_attention(q, keys, values, mask, scale, Places(held))
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensors(q, k, v)

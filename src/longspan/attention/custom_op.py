@@ -1,7 +1,8 @@
-"""Branch attention as one custom operator: O(tokens) memory, exact gradients through the merge.
+"""Attention as one custom operator: O(tokens) memory, exact gradients through the merge.
 
-`cpu` computes it on a CPU, the Triton kernels of `kernels.dispatch` on a GPU. A dense or
-block-sparse pattern is one branch whose segment is the whole sequence.
+`cpu` computes it on a CPU, the Triton kernels of `kernels.dispatch` on a GPU, and
+`reference` what neither supports. A dense or block-sparse pattern is one branch whose segment is
+the whole sequence.
 
 torch.compile, fake tensors and dispatch modes see a custom operator with known shapes. Without
 them the same functions run in a plain autograd function: a custom operator costs 0.4 ms of overhead
@@ -19,12 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from longspan.attention import cpu
-from longspan.attention.merge import merge_sinks, sink_gradient
+from longspan.attention import cpu, reference
+from longspan.attention.mask import Mask
+from longspan.attention.merge import attend_with_sinks, merge_stored_sinks, stored_sink_gradient
 from longspan.attention.packed import document_starts
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
+from longspan.attention.window import Window
 from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import has_dispatch_mode
 
@@ -32,7 +34,12 @@ FlatPattern = tuple[Sequence[int], Sequence[int], Sequence[float], int]
 
 
 def flatten(pattern: Pattern) -> FlatPattern:
-    """Segment lengths, dilation rates, fields of block sparsity and first head of a pattern."""
+    """Segment lengths, dilation rates, fields of block sparsity and first head of a pattern.
+
+    The fields of a window take the place of segment lengths, without dilation rates.
+    """
+    if isinstance(pattern, Window):
+        return astuple(pattern), (), (), 0
     assert isinstance(pattern, Dense | Dilated | BlockSparse), pattern
     blocks = pattern.blocks if isinstance(pattern, Dilated) else pattern
     fields: list[float] = []
@@ -51,6 +58,8 @@ def unflatten(
     first_head: int,
 ) -> Pattern:
     """The inverse of `flatten`."""
+    if segment_lengths and not dilation_rates:
+        return Window(*segment_lengths)
     blocks = None
     if fields:
         size, window, global_tokens, stride, density, seed = fields
@@ -62,32 +71,18 @@ def unflatten(
 
 
 def attend_branches(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern,
-    is_causal: bool,
-    scale: float,
-    backend: str,
-    documents: Tensor | None = None,
-    padding: Tensor | None = None,
-    sinks: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, backend: str
 ) -> Tensor:
-    """q (batch, tokens, heads, head_dim); k, v the same with a divisor of q's heads.
+    """q (batch, queries, heads, head_dim); k, v (batch, keys, kv_heads, head_dim).
 
-    `documents`: integers (batch, tokens), on the CPU or on q's device, whose runs of equal ones are
-    documents, in each of which the pattern starts anew; `padding`: bool (batch, tokens), keys that
-    no query sees; `sinks`: a logit per head (heads,) in the denominator of the softmax.
+    Only the reference backend takes dropout and fewer queries than keys.
     """
-    out: Tensor
-    tensors = q, k, v, documents, padding, sinks
     if _needs_operator(q):
-        out, _ = branch_attention(*tensors, *flatten(pattern), is_causal, scale, backend)
-    else:
-        out, _ = _BranchAttention.apply(  # type: ignore[no-untyped-call]
-            *tensors, pattern, is_causal, scale, backend
-        )
-    return out
+        out: Tensor
+        out, _ = branch_attention(q, k, v, *_flat_mask(mask), scale, backend)
+        return out
+    by = _forward, _backward, _unit(backend)
+    return attend_with_sinks(q, k, v, mask.sink_logits, *by, mask, scale, backend)
 
 
 def attend_branches_with_lse(
@@ -97,12 +92,11 @@ def attend_branches_with_lse(
 
     Without autograd: `branch_gradients` computes the gradients.
     """
-    backend = "cpu" if q.device.type == "cpu" else "triton"
+    backend, mask = "cpu" if q.device.type == "cpu" else "triton", Mask(pattern)
     if _needs_operator(q):
-        flat = flatten(pattern)
-        out, lse = branch_attention(q, k, v, None, None, None, *flat, True, scale, backend)
+        out, lse = branch_attention(q, k, v, *_flat_mask(mask), scale, backend)
     else:
-        out, lse = _forward(q, k, v, None, None, pattern, True, scale, backend)
+        out, lse = _forward(q, k, v, mask, scale, backend)
     return out, lse.transpose(1, 2) * _unit(backend)
 
 
@@ -113,32 +107,12 @@ def branch_gradients(
     """The branches' share of the gradients of q, k and v, given the merged `out` and `lse`."""
     backend = "cpu" if q.device.type == "cpu" else "triton"
     stored = (lse / _unit(backend)).transpose(1, 2).contiguous()
-    return _backward(grad, q, k, v, None, None, out, stored, pattern, True, scale, backend)
+    return _backward(grad, q, k, v, out, stored, Mask(pattern), scale, backend)
 
 
 def _unit(backend: str) -> float:
     """What a backend's log-sum-exps are multiples of."""
-    return 1 if backend == "cpu" else math.log(2)
-
-
-def _forward_with_sinks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    padding: Tensor | None,
-    sinks: Tensor | None,
-    pattern: Pattern,
-    is_causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor]:
-    """`_forward`, with the sinks merged."""
-    out, lse = _forward(q, k, v, documents, padding, pattern, is_causal, scale, backend)
-    if sinks is None:
-        return out, lse
-    out, merged = merge_sinks(out, lse.transpose(1, 2) * _unit(backend), sinks)
-    return out, (merged / _unit(backend)).transpose(1, 2).contiguous()
+    return math.log(2) if backend == "triton" else 1.0
 
 
 def _needs_operator(q: Tensor) -> bool:
@@ -146,21 +120,19 @@ def _needs_operator(q: Tensor) -> bool:
 
 
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    padding: Tensor | None,
-    pattern: Pattern,
-    is_causal: bool,
-    scale: float,
-    backend: str,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """The output, shaped like q, and its log-sum-exp (batch, heads, tokens) for the backward."""
-    if documents is not None:  # the rows of a batch are documents, too
+    """The output, shaped like q, and its log-sum-exp (batch, heads, queries) for the backward.
+
+    It is base 2 with the backend "triton", else natural.
+    """
+    if backend == "reference":
+        return reference.forward(q, k, v, mask, scale)
+    pattern, is_causal, padding = mask.pattern, mask.is_causal, mask.key_padding_mask
+    if mask.documents is not None:  # the rows of a batch are documents, too
         function = _each_forward if backend == "cpu" else _kernel_forward
         inputs = _folded(q), _folded(k), _folded(v), _folded(padding)
-        out, lse = function(*inputs, pattern, is_causal, scale, _starts(documents))
+        out, lse = function(*inputs, pattern, is_causal, scale, _starts(mask.documents))
         batch, tokens, heads = q.shape[:3]
         lse = lse.reshape(heads, batch, tokens).transpose(0, 1).contiguous()
         return out.reshape(q.shape), lse
@@ -170,30 +142,23 @@ def _forward(
 
 
 def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    documents: Tensor | None,
-    padding: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    pattern: Pattern,
-    is_causal: bool,
-    scale: float,
-    backend: str,
-) -> tuple[Tensor, Tensor, Tensor]:
-    if documents is not None:
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask,
+    scale: float, backend: str,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    if backend == "reference":
+        return reference.backward(grad_out, q, k, v, out, lse, mask, scale)
+    pattern, is_causal, padding = mask.pattern, mask.is_causal, mask.key_padding_mask
+    if mask.documents is not None:
         function = _each_backward if backend == "cpu" else _kernel_backward
         dq, dk, dv = function(
             _folded(grad_out), _folded(q), _folded(k), _folded(v), _folded(out),
             lse.transpose(0, 1).flatten(1)[None], _folded(padding), pattern, is_causal, scale,
-            _starts(documents),
+            _starts(mask.documents),
         )  # fmt: skip
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
     if backend == "cpu":
-        pattern = _dilated(pattern, q.shape[1])
-        return cpu.backward(grad_out, q, k, v, out, lse, pattern, is_causal, scale)
+        inner = _dilated(pattern, q.shape[1])
+        return cpu.backward(grad_out, q, k, v, out, lse, inner, is_causal, scale)
     return _kernel_backward(grad_out, q, k, v, out, lse, padding, pattern, is_causal, scale)
 
 
@@ -250,20 +215,23 @@ def _dilated(pattern: Pattern, tokens: int) -> Dilated:
 
 
 def _kernel_forward(
-    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, *arguments: Any
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, pattern: Pattern, is_causal: bool,
+    scale: float, starts: tuple[int, ...] = (),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     from longspan.attention.kernels import dispatch
 
-    return dispatch.forward(q, k, v, _ids(padding), *arguments)
+    return dispatch.forward(q, k, v, _ids(padding), pattern, is_causal, scale, starts)
 
 
 def _kernel_backward(
     grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    padding: Tensor | None, *arguments: Any,
+    padding: Tensor | None, pattern: Pattern, is_causal: bool, scale: float,
+    starts: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    tensors = grad_out, q, k, v, out, lse
     from longspan.attention.kernels import dispatch
 
-    return dispatch.backward(grad_out, q, k, v, out, lse, _ids(padding), *arguments)
+    return dispatch.backward(*tensors, _ids(padding), pattern, is_causal, scale, starts)
 
 
 def _ids(padding: Tensor | None) -> tuple[Tensor, Tensor] | None:
@@ -272,6 +240,21 @@ def _ids(padding: Tensor | None) -> tuple[Tensor, Tensor] | None:
         return None
     keys = padding.long()
     return torch.zeros_like(keys), keys
+
+
+def _flat_mask(mask: Mask) -> tuple[Any, ...]:
+    seed = mask.dropout_seed % 2**32  # all of the seed that `uniform` uses
+    return (
+        mask.documents, mask.key_padding_mask, mask.sink_logits, *flatten(mask.pattern),
+        mask.is_causal, mask.dropout_p, seed, mask.first_row,
+    )  # fmt: skip
+
+
+def _unflat_mask(documents: Tensor | None, padding: Tensor | None, *others: Any) -> Mask:
+    """Without the sinks, which are merged later."""
+    *flat, is_causal, dropout_p, seed, first_row = others
+    options = documents, padding, dropout_p, seed, None, first_row
+    return Mask(unflatten(*flat), is_causal, *options)
 
 
 def _flat_forward(
@@ -286,12 +269,18 @@ def _flat_forward(
     blocks: Sequence[float],
     first_head: int,
     is_causal: bool,
+    dropout_p: float,
+    dropout_seed: int,
+    first_row: int,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor]:
-    tensors = q, k, v, documents, padding, sinks
-    pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
-    return _forward_with_sinks(*tensors, pattern, is_causal, scale, backend)
+    mask = _unflat_mask(
+        documents, padding, segment_lengths, dilation_rates, blocks, first_head, is_causal,
+        dropout_p, dropout_seed, first_row,
+    )  # fmt: skip
+    out, lse = _forward(q, k, v, mask, scale, backend)
+    return merge_stored_sinks(out, lse, sinks, _unit(backend))
 
 
 def _flat_backward(
@@ -308,12 +297,17 @@ def _flat_backward(
     blocks: Sequence[float],
     first_head: int,
     is_causal: bool,
+    dropout_p: float,
+    dropout_seed: int,
+    first_row: int,
     scale: float,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tensors = grad_out, q, k, v, documents, padding, out, lse
-    pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
-    return _backward(*tensors, pattern, is_causal, scale, backend)
+    mask = _unflat_mask(
+        documents, padding, segment_lengths, dilation_rates, blocks, first_head, is_causal,
+        dropout_p, dropout_seed, first_row,
+    )  # fmt: skip
+    return _backward(grad_out, q, k, v, out, lse, mask, scale, backend)
 
 
 branch_attention = torch.library.custom_op(
@@ -346,35 +340,10 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _operator_backward(ctx: Any, grad_out: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
-    saved = ctx.saved_tensors
-    grads = branch_attention_backward(grad_out, *saved[:-1], *ctx.settings)
-    of_sinks = _sink_gradient(grad_out, saved[-3], saved[-2], saved[-1], ctx.settings[-1])
-    return (*grads, None, None, of_sinks, *[None] * 7)
-
-
-def _sink_gradient(
-    grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, backend: str
-) -> Tensor | None:
-    if sinks is None:
-        return None
-    return sink_gradient(grad_out, out, lse.transpose(1, 2) * _unit(backend), sinks)
+    *saved, out, lse, sinks = ctx.saved_tensors
+    grads = branch_attention_backward(grad_out, *saved, out, lse, *ctx.settings)
+    of_sinks = stored_sink_gradient(grad_out, out, lse, sinks, _unit(ctx.settings[-1]))
+    return (*grads, None, None, of_sinks, *[None] * 10)
 
 
 branch_attention.register_autograd(_operator_backward, setup_context=_save)
-
-
-class _BranchAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> tuple[Tensor, Tensor]:
-        output = _forward_with_sinks(*arguments)
-        _save(ctx, arguments, output)
-        ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp, which has no gradient
-        return output
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_out: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
-        saved = ctx.saved_tensors
-        grads = _backward(grad_out, *saved[:-1], *ctx.settings)
-        of_sinks = _sink_gradient(grad_out, saved[-3], saved[-2], saved[-1], ctx.settings[-1])
-        return (*grads, None, None, of_sinks, *[None] * 4)

@@ -16,7 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention
 from longspan.attention.custom_op import attend_branches
 from longspan.attention.mask import Mask, check_lengths, check_mask, check_scale, check_tensors
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
-from longspan.attention.reference import reference_attention
 
 BackendName = Literal["sdpa", "cpu", "triton", "reference"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
@@ -103,9 +102,7 @@ def attend_checked(
             raise ValueError(
                 f"backend {name!r} does not support this: {problem}; use {chosen.name!r}"
             )
-    if name == "reference":
-        return reference_attention(q, k, v, mask, scale)
-    if scale <= 0 and q.device.type == "cpu":
+    if scale <= 0 and name in ("sdpa", "cpu") and q.device.type == "cpu":
         q, scale = q * scale, 1.0  # torch's kernel masks with -inf before it scales
     if name == "sdpa":
         group = q.shape[2] // k.shape[2]
@@ -114,8 +111,7 @@ def attend_checked(
             q, k, v, is_causal=mask.is_causal, scale=scale, enable_gqa=group > 1
         )
         return out.transpose(1, 2)
-    settings = mask.pattern, mask.is_causal, scale, name, mask.documents, mask.key_padding_mask
-    return attend_branches(q, k, v, *settings, mask.sink_logits)
+    return attend_branches(q, k, v, mask, scale, name)
 
 
 def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:

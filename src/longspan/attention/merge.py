@@ -10,8 +10,12 @@ Outputs are (batch, queries, heads, head_dim), log-sum-exps (batch, queries, hea
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longspan.torch_internals import (
     cpu_flash_attention,
@@ -21,6 +25,11 @@ from longspan.torch_internals import (
     flash_attention,
     flash_attention_backward,
 )
+
+Forward = Callable[..., tuple[Tensor, Tensor]]
+"""q, k, v and options to the output and its log-sum-exp."""
+Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+"""The output's gradient, q, k, v, the merged output and log-sum-exp, and options to gradients."""
 
 
 def has_flash_kernel(q: Tensor, scale: float) -> bool:
@@ -106,6 +115,62 @@ def sink_gradient(
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     weight = (sink_logits.to(lse.dtype) - lse).exp()
     return -(weight * delta).sum((0, 1)).to(sink_logits.dtype)
+
+
+def attend_with_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sink_logits: Tensor | None, forward: Forward,
+    backward: Backward, unit: float, *options: Any,
+) -> Tensor:  # fmt: skip
+    """Attention by `forward` with the sinks merged, and its gradients by `backward`.
+
+    The log-sum-exps of these are (batch, heads, queries), multiples of `unit`.
+    """
+    out: Tensor
+    out, _ = _WithSinks.apply(  # type: ignore[no-untyped-call]
+        q, k, v, sink_logits, forward, backward, unit, *options
+    )
+    return out
+
+
+class _WithSinks(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, forward: Forward,
+        backward: Backward, unit: float, *options: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = merge_stored_sinks(*forward(q, k, v, *options), sinks, unit)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.gradients, ctx.unit, ctx.options = backward, unit, options
+        ctx.mark_non_differentiable(lse)
+        ctx.set_materialize_grads(False)  # no zeros for the log-sum-exp, which has no gradient
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, _grad_lse: Any) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        grads = ctx.gradients(grad, q, k, v, out, lse, *ctx.options)
+        of_sinks = stored_sink_gradient(grad, out, lse, sinks, ctx.unit)
+        return *grads, of_sinks, *[None] * (3 + len(ctx.options))
+
+
+def merge_stored_sinks(
+    out: Tensor, lse: Tensor, sinks: Tensor | None, unit: float
+) -> tuple[Tensor, Tensor]:
+    """`merge_sinks` for a log-sum-exp (batch, heads, queries) in multiples of `unit`."""
+    if sinks is None:
+        return out, lse
+    out, merged = merge_sinks(out, lse.transpose(1, 2) * unit, sinks)
+    return out, (merged / unit).transpose(1, 2).contiguous()
+
+
+def stored_sink_gradient(
+    grad: Tensor, out: Tensor, lse: Tensor, sinks: Tensor | None, unit: float
+) -> Tensor | None:
+    """`sink_gradient` for a log-sum-exp (batch, heads, queries) in multiples of `unit`."""
+    if sinks is None:
+        return None
+    return sink_gradient(grad, out, lse.transpose(1, 2) * unit, sinks)
 
 
 def _has_cudnn(q: Tensor) -> bool:

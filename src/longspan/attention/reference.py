@@ -1,18 +1,21 @@
 """The backend that supports everything: any pattern, documents, padding, dropout, decoding.
 
-Queries are processed in chunks, each with the keys and the mask that the pattern gives it. Chunks
-are recomputed in the backward pass (activation checkpointing). Memory is O(tokens + chunk × keys),
-the cost follows the pattern, and the arithmetic is float32. It is plain PyTorch, one head at a
-time, for inputs without a faster backend.
+Queries are processed in chunks, each with the keys and the mask that the pattern gives it. The
+backward pass recomputes the weights of a chunk from the log-sum-exp. Memory is O(tokens + chunk ×
+keys), the cost follows the pattern, and the arithmetic is float32. It is plain PyTorch, one head at
+a time, for inputs without a faster backend.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from longspan.attention.mask import Mask
+from longspan.attention.merge import attend_with_sinks
 from longspan.dtypes import accumulation_dtype
 from longspan.hashing import uniform
 
@@ -20,103 +23,146 @@ CHUNK = 256
 """Queries per chunk."""
 
 
+class Places(NamedTuple):
+    """Which queries and keys of a sequence are given; by default keys 0, 1, 2… and all heads."""
+
+    key_positions: Tensor | None = None
+    """Increasing int64 (keys,); they must include every position that the queries see."""
+    first_query: int | None = None
+    """Queries are consecutive. By default causal ones end at the last key, others start at 0."""
+    first_head: int = 0
+    tokens: int | None = None
+    """The length of the sequence, if it continues after the last key."""
+
+
+WHOLE = Places()
+
+
 def reference_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask,
-    scale: float,
-    key_positions: Tensor | None = None,
-    *,
-    first_query: int | None = None,
-    first_head: int = 0,
-    tokens: int | None = None,
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, places: Places = WHOLE
 ) -> Tensor:
-    """q (batch, queries, heads, head_dim); k, v (batch, keys, kv_heads, head_dim).
+    """q (batch, queries, heads, head_dim); k, v (batch, keys, kv_heads, head_dim)."""
+    sinks, first_head = mask.sink_logits, places.first_head
+    if sinks is not None:
+        sinks = sinks[first_head : first_head + q.shape[2]]
+    return attend_with_sinks(q, k, v, sinks, forward, backward, 1.0, mask, scale, places)
 
-    `key_positions`: increasing int64 (keys,), the positions of the keys if they are not 0, 1, 2…;
-    they must include every position that the queries see. Queries are consecutive and start at
-    `first_query`; by default causal queries end at the last key and others start at 0.
-    `first_head` is the index of q's first head in the pattern, `tokens` the length of the sequence
-    if it continues after the last key.
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, places: Places = WHOLE
+) -> tuple[Tensor, Tensor]:
+    """The output and its natural log-sum-exp (batch, heads, queries); -inf if nothing is seen.
+
+    Without `mask.sink_logits`, like `backward`.
     """
-    if mask.documents is not None:
-        outputs = []
-        for row in range(q.shape[0]):
-            rows, of_row = slice(row, row + 1), mask.of_row(row)
-            outputs.append(
-                reference_attention(
-                    q[rows],
-                    k[rows],
-                    v[rows],
-                    of_row,
-                    scale,
-                    key_positions,
-                    first_query=first_query,
-                    first_head=first_head,
-                    tokens=tokens,
-                )
-            )
-        return torch.cat(outputs)
-    queries, heads = q.shape[1:3]
-    group = heads // k.shape[2]
-    if key_positions is None:
-        key_positions = torch.arange(k.shape[1])
-    tokens = int(key_positions[-1]) + 1 if tokens is None else tokens
-    if first_query is None:
-        first_query = tokens - queries if mask.is_causal else 0
-    outputs = []
-    for head in range(heads):
-        key, value = k[:, :, head // group], v[:, :, head // group]
-        chunks = [
-            checkpoint(
-                _attend_chunk, q[:, start : start + CHUNK, head], key, value, key_positions,
-                first_query + start, tokens, first_head + head, mask, scale, use_reentrant=False,
-                preserve_rng_state=False,
-            )
-            for start in range(0, queries, CHUNK)
-        ]  # fmt: skip
-        outputs.append(torch.cat(chunks, dim=1))
-    return torch.stack(outputs, dim=2)
-
-
-def _attend_chunk(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    key_positions: Tensor,
-    first: int,
-    tokens: int,
-    head: int,
-    mask: Mask,
-    scale: float,
-) -> Tensor:
-    """One head: q (batch, chunk, head_dim) from position `first`; k, v (batch, keys, head_dim)."""
-    last, device = first + q.shape[1], q.device
+    batch, queries, heads, _ = q.shape
     dtype = accumulation_dtype(q)
-    rows = mask.pattern.key_rows(first, last, tokens, head, is_causal=mask.is_causal)
-    position = torch.arange(first, last)
-    counts = mask.pattern.counts(position, rows, head)
-    if mask.is_causal:
-        counts = counts.masked_fill(rows[None, :] > position[:, None], 0)
-    index = torch.searchsorted(key_positions, rows).to(device)
-    rows, position, counts = rows.to(device), position.to(device), counts.to(device)
-    seen = (counts > 0)[None]  # (batch or 1, chunk, rows)
-    if mask.key_padding_mask is not None:
-        seen = seen & ~mask.key_padding_mask[:, rows][:, None, :]
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty((batch, heads, queries), dtype=dtype, device=q.device)
+    with torch.autocast(q.device.type, enabled=False):  # it would run the products in 16 bits
+        for chunk in _chunks(q, k, mask, places):
+            query, key, value = chunk.of(q, k, v, dtype)
+            scores = scale * (query @ key.mT) + chunk.log_counts
+            chunk_lse = scores.logsumexp(-1)
+            weights = _weights(scores, chunk_lse)
+            if chunk.kept is not None:
+                weights = weights * chunk.kept
+            out[chunk.rows, chunk.queries, chunk.head] = (weights @ value).to(out.dtype)
+            lse[chunk.rows, chunk.head, chunk.queries] = chunk_lse
+    return out, lse
 
-    with torch.autocast(device.type, enabled=False):  # it would run the products in 16 bits
-        scores = scale * (q.to(dtype) @ k[:, index].to(dtype).mT) + counts.to(dtype).log()
-        scores = scores.masked_fill(~seen, -torch.inf)
-        some = seen.any(-1, keepdim=True)  # a query that sees nothing gives zeros, not NaN
-        scores = scores.masked_fill(~some, 0.0)
-        if mask.sink_logits is not None:
-            sink = mask.sink_logits[head].to(dtype).expand(*scores.shape[:2], 1)
-            scores = torch.cat([scores, sink], dim=-1)
-        weights = scores.softmax(-1)[..., : len(rows)].masked_fill(~some, 0.0)
-        if mask.dropout_p > 0:
-            batch = mask.first_row + torch.arange(q.shape[0], device=device)[:, None, None]
-            indices = batch, torch.tensor(head, device=device), position[:, None], rows
-            kept = uniform(mask.dropout_seed, *indices) >= mask.dropout_p
-            weights = weights * kept / (1 - mask.dropout_p)
-        return (weights @ v[:, index].to(dtype)).to(q.dtype)
+
+def backward(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, mask: Mask,
+    scale: float, places: Places = WHOLE,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of q, k and v, given that of the output and the results of `forward`."""
+    dtype = lse.dtype
+    dq, dk, dv = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, v))
+    delta = (grad_out.to(dtype) * out.to(dtype)).sum(-1)  # (batch, queries, heads)
+    with torch.autocast(q.device.type, enabled=False):
+        for chunk in _chunks(q, k, mask, places):
+            rows, queries, head = chunk.rows, chunk.queries, chunk.head
+            query, key, value = chunk.of(q, k, v, dtype)
+            grad = grad_out[rows, queries, head].to(dtype)
+            scores = scale * (query @ key.mT) + chunk.log_counts
+            p = _weights(scores, lse[rows, head, queries])
+            dp, dropped = grad @ value.mT, p
+            if chunk.kept is not None:
+                dp, dropped = dp * chunk.kept, p * chunk.kept
+            ds = scale * p * (dp - delta[rows, queries, head][..., None])
+            dq[rows, queries, head] = ds @ key
+            dk[rows, chunk.keys, chunk.key_head] += ds.mT @ query
+            dv[rows, chunk.keys, chunk.key_head] += dropped.mT @ grad
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+
+
+def _weights(scores: Tensor, lse: Tensor) -> Tensor:
+    """exp(scores − lse), and zeros for queries that see nothing."""
+    return (scores - lse.masked_fill(lse == -torch.inf, torch.inf)[..., None]).exp()
+
+
+class _Chunk(NamedTuple):
+    """Some queries of one head, and the keys that they see."""
+
+    rows: slice  # of the batch
+    queries: slice
+    head: int
+    key_head: int
+    keys: Tensor  # indices into the given keys
+    log_counts: Tensor  # (batch or 1, queries, keys); a key seen c times counts c · exp(score)
+    kept: Tensor | None  # the same shape: what weights are multiplied by, with dropout
+
+    def of(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        keys = (x[self.rows, self.keys, self.key_head].to(dtype) for x in (k, v))
+        return q[self.rows, self.queries, self.head].to(dtype), *keys
+
+
+def _chunks(q: Tensor, k: Tensor, mask: Mask, places: Places) -> Iterator[_Chunk]:
+    """Heads one after the other, in rows of the batch that share a pattern."""
+    batch, queries, heads, _ = q.shape
+    rows = [(slice(None), mask)]
+    if mask.documents is not None:
+        rows = [(slice(row, row + 1), mask.of_row(row)) for row in range(batch)]
+    positions, first, first_head, tokens = places
+    if positions is None:
+        positions = torch.arange(k.shape[1])
+    if tokens is None:
+        tokens = int(positions[-1]) + 1
+    if first is None:
+        first = tokens - queries if mask.is_causal else 0
+    for row, of_row in rows:
+        for head in range(heads):
+            for start in range(0, queries, CHUNK):
+                end = min(start + CHUNK, queries)
+                seeing = torch.arange(first + start, first + end)
+                span = first + start, first + end, tokens, first_head + head
+                seen = of_row.pattern.key_rows(*span, is_causal=mask.is_causal)
+                log_counts = _log_counts(of_row, seeing, seen, first_head + head, q)
+                yield _Chunk(
+                    row, slice(start, end), head, head * k.shape[2] // heads,
+                    torch.searchsorted(positions, seen).to(q.device), log_counts,
+                    _kept(of_row, seeing, seen, first_head + head, q[row]),
+                )  # fmt: skip
+
+
+def _log_counts(mask: Mask, queries: Tensor, keys: Tensor, head: int, like: Tensor) -> Tensor:
+    """log of how often each query sees each key: (batch or 1, queries, keys)."""
+    counts = mask.pattern.counts(queries, keys, head)
+    if mask.is_causal:
+        counts = counts.masked_fill(keys[None, :] > queries[:, None], 0)
+    found = counts.to(like.device, accumulation_dtype(like)).log()[None]
+    if mask.key_padding_mask is not None:
+        is_padding = mask.key_padding_mask[:, keys.to(like.device)]
+        found = found.masked_fill(is_padding[:, None, :], -torch.inf)
+    return found
+
+
+def _kept(mask: Mask, queries: Tensor, keys: Tensor, head: int, q: Tensor) -> Tensor | None:
+    """0 for weights that dropout drops, else 1 / (1 − p)."""
+    if mask.dropout_p == 0:
+        return None
+    batch = mask.first_row + torch.arange(len(q), device=q.device)[:, None, None]
+    indices = torch.tensor(head), queries[:, None], keys
+    drawn = uniform(mask.dropout_seed, batch, *(x.to(q.device) for x in indices))
+    return (drawn >= mask.dropout_p).to(accumulation_dtype(q)) / (1 - mask.dropout_p)

@@ -187,7 +187,8 @@ def test_the_operator_is_registered_completely(device: str) -> None:
     q, k, v = random_qkv(1, 16, 1, 1, 16, device=device)
     ids = torch.arange(16, device=device)[None] // 9
     flat = flatten(Dilated((16,), (1,)))
-    torch.library.opcheck(branch_attention, (q, k, v, ids, ids, *flat, True, 0.3, "triton"))
+    mask = ids, ids, None, *flat, True, 0.0, 0, 0
+    torch.library.opcheck(branch_attention, (q, k, v, *mask, 0.3, "triton"))
 
 
 def test_the_kernels_compile_for_a_gpu() -> None:

@@ -155,7 +155,7 @@ def strategy_of(mask: Mask, shards: Shards, heads: Heads, has_kernels: bool) -> 
             return Strategy("local", "every segment lies inside a shard")
         return Strategy("sparse_kv", "a dilated pattern sees few remote rows")
     if isinstance(pattern, Packed) and mask.dropout_p == 0 and can_split_heads(heads, shards.ranks):
-        return Strategy("ulysses", "there are documents, which kernels attend one after the other")
+        return Strategy("ulysses", "there are documents, which the kernels attend as they are")
     received = received_vectors(pattern, shards, heads, mask.is_causal)
     other: StrategyName = "ring" if is_ring else "sparse_kv"
     if mask.dropout_p > 0 or shards.is_zigzag:

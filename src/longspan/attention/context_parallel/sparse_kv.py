@@ -35,7 +35,7 @@ from longspan.attention.merge import (
     sink_gradient,
 )
 from longspan.attention.pattern import Dilated
-from longspan.attention.reference import reference_attention
+from longspan.attention.reference import Places, reference_attention
 from longspan.caching import cached_up_to
 from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import wait
@@ -242,10 +242,12 @@ def _attend_reference(
                 value,
                 mask,
                 scale,
-                torch.cat([positions[:before], torch.tensor(local), positions[before:]]),
-                first_query=local.start,
-                first_head=readers.start,
-                tokens=tokens,
+                Places(
+                    torch.cat([positions[:before], torch.tensor(local), positions[before:]]),
+                    local.start,
+                    readers.start,
+                    tokens,
+                ),
             )
         )
     return torch.cat(outputs, dim=2)
