@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test check format clean fuzz drill elastic compile kernels nvme slurm soak
+.PHONY: train test check format clean data fuzz drill elastic compile kernels nvme slurm soak
 train: $(VENV)/.runtime
 	$(BIN)/longspan train
 
@@ -30,6 +30,10 @@ fuzz: $(VENV)/.development
 drill: $(VENV)/.development
 	$(BIN)/longspan drill --nproc 2 --faults 20 --seed 7
 	$(BIN)/longspan drill --nproc 4 --faults 20 --seed 8
+
+# Memory of `longspan data build` on 2 GB of JSON Lines, by bytes and by a tokenizer; 8 GB of disk.
+data: $(VENV)/.development
+	LONGSPAN_SLOW=1 $(BIN)/python -m pytest -s tests/data/test_memory.py
 
 # Under torchrun: a worker is killed in every start; nodes are cut off in network namespaces: a hot
 # spare takes the place of one, then the rendezvous host is lost; a pod of Kubernetes is replaced; a

@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
+from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as BarProgress
 from rich.status import Status
 from rich.text import Text
 
@@ -102,6 +104,41 @@ def tolerant_stderr() -> Iterator[None]:
     """
     with redirect_stderr(_Tolerant(sys.stderr)):
         yield
+
+
+class ProgressBar:
+    """A context that shows how much is done: a bar in a terminal, lines elsewhere."""
+
+    def __init__(self, text: str) -> None:
+        self._text, self._console = text, stderr_console()
+        self.is_terminal = self._console.is_terminal
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeRemainingColumn(),
+        )
+        self._bar = BarProgress(
+            *columns, console=self._console, transient=True, disable=not self.is_terminal
+        )
+        self._task = self._bar.add_task(text, total=1.0)
+
+    def __enter__(self) -> ProgressBar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def update(self, detail: str, fraction: float) -> None:
+        text = f"{self._text}: {detail}"
+        self._bar.update(self._task, description=_escape(text), completed=fraction)
+        if not self.is_terminal:
+            self.print(f"{text}, {fraction:.0%}")
+
+    def print(self, text: str) -> None:
+        """Print a line above the bar."""
+        self._console.print(text, markup=False)
 
 
 class Progress:

@@ -16,9 +16,9 @@ import pytest
 from longspan.cli import main
 from longspan.data.build import build
 from longspan.data.documents import Fields
+from longspan.data.inspection import inspect_folder
 from longspan.data.shards import ShardFile, read_index
 from longspan.data.tokenizer import JsonTokenizer, load_tokenizer
-from longspan.data.verification import inspect_folder
 from longspan.errors import UserError
 
 
@@ -115,12 +115,22 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_info_summarizes_the_shards(folder: Path) -> None:
-    assert inspect_folder(folder)["splits"]["train"] == {
+    assert inspect_folder(folder, [64])["splits"]["train"] == {
         "shards": 1,
         "tokens": 201,
         "targets": 201,
         "documents": 1,
         "longest": 201,
+        "histogram": [{"from": 128, "to": 255, "documents": 1, "tokens": 201}],
+        "contexts": [
+            {
+                "context": 64,
+                "cut_documents": 1,
+                "cut_tokens": 201,
+                "windows": 4,
+                "padding": 1 - 201 / 256,
+            }
+        ],
     }
 
 
@@ -323,24 +333,6 @@ def test_a_binary_file_is_refused(tmp_path: Path) -> None:
         build([tmp_path / "in.txt"], tmp_path / "out")
 
 
-@pytest.mark.parametrize(
-    ("name", "words"),
-    [
-        ("a.parquet", "parquet files are not supported: convert it to JSON Lines first"),
-        ("a.jsonl.gz", "gz files are not supported: decompress it first"),
-        ("a.ZST", "zst files are not supported"),
-    ],
-)
-def test_formats_that_are_not_supported_are_named(tmp_path: Path, name: str, words: str) -> None:
-    (tmp_path / "in").mkdir()
-    (tmp_path / "in" / name).write_bytes(b"PAR1\0\0")
-    (tmp_path / "in" / "README.md").write_text("what the data is")
-    for path in (tmp_path / "in" / name, tmp_path / "in"):
-        with pytest.raises(UserError, match=words):
-            build([path], tmp_path / "out")
-    build([tmp_path / "in"], tmp_path / "out", exclude=[f"*{Path(name).suffix}"])
-
-
 def test_json_lines_are_recognized_in_json_files(tmp_path: Path) -> None:
     files = {
         "lines": '{"text": "one"}\n{"text": "two"}\n',
@@ -404,6 +396,7 @@ def test_long_documents_are_built_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("longspan.data.documents.PIECE", 1 << 14)
+    monkeypatch.setattr("longspan.data.encoding.BATCH_CHARACTERS", 1 << 14)
     line = "äöü words, words " * 1000 + "\n"
     with (tmp_path / "in.txt").open("w") as file:
         file.writelines([line] * 400)

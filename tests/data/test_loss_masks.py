@@ -19,12 +19,12 @@ from longspan.constants import IGNORE_INDEX
 from longspan.data import open_source
 from longspan.data.build import build
 from longspan.data.documents import Fields
+from longspan.data.inspection import inspect_folder
 from longspan.data.packing import PackedSource
 from longspan.data.shards import ShardFile, read_index
 from longspan.data.source import TokenSource
 from longspan.data.token_split import TokenSplit
 from longspan.data.tokenizer import ByteTokenizer
-from longspan.data.verification import inspect_folder
 from longspan.errors import UserError
 
 PAIR = Fields(prompt="q", answer="a")
@@ -172,7 +172,7 @@ def test_other_prompts_have_the_same_targets(tmp_path: Path, documents: str) -> 
         ({"text": "abc", "l": [[0, True]]}, ["--loss=l"], "has [0, True]"),
         ({"text": "abc"}, ["--loss=l"], "the field 'l' is NoneType"),
         ({"text": "abc", "l": []}, ["--loss=l"], "no token of the train split has a loss"),
-        ({"prompt": "abc"}, [], "set --field, or --prompt and --answer"),
+        ({"prompt": "abc"}, [], "set --field, --prompt and --answer, or --chat"),
     ],
 )
 def test_what_is_wrong_is_said(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import time
 from pathlib import Path
 
 from longspan.cli.parser import Commands
 from longspan.cli.shared import JSON, add_run_arguments, builtin_name, check_nproc, split_items
-from longspan.progress import loading, waiting
+from longspan.progress import ProgressBar, loading, waiting
 from longspan.wording import counted
 
 GROUP = "data and settings"
@@ -38,7 +37,8 @@ def _add_data(commands: Commands) -> None:
         nargs="+",
         type=Path,
         metavar="INPUT",
-        help="a text file, a folder of text files, a .jsonl file, or a saved Hugging Face dataset",
+        help="text, .jsonl (also .gz, .zst, .bz2, .xz), .parquet or .arrow files, folders of them, "
+        "or a saved Hugging Face dataset",
     )
     build.add_argument(
         "-o",
@@ -71,11 +71,18 @@ def _add_data(commands: Commands) -> None:
         "--field", default="text", metavar="NAME", help="text field in JSONL and datasets"
     )
     for option, words in (
-        ("--prompt", "field of a prompt, which has no loss; with --answer, in place of --field"),
-        ("--answer", "field of its answer, which follows it and has a loss"),
-        ("--loss", "field with the characters of --field that have a loss: [[first, stop], ...]"),
+        ("--prompt", "field of a prompt, which has no loss (default: documents are --field)"),
+        ("--answer", "field of the answer that follows the prompt (default: as --prompt)"),
+        ("--loss", "field with spans of characters that have a loss (default: all have one)"),
+        ("--chat", "field of messages for the tokenizer's chat template (default: no chat)"),
     ):
         build.add_argument(option, metavar="NAME", help=f"{words} (default: none)")
+    build.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="processes that encode (default: one for each core, up to 8, if the input is large)",
+    )
     build.add_argument(
         "--validation",
         type=float,
@@ -91,6 +98,14 @@ def _add_data(commands: Commands) -> None:
         verb=data_info,
     )
     info.add_argument("folder", type=Path, metavar="FOLDER", help="folder of token shards")
+    info.add_argument(
+        "--context",
+        type=int,
+        action="append",
+        default=[],
+        metavar="N",
+        help="context of which to say what it cuts, repeatable (default: some usual ones)",
+    )
     info.add_argument("--json", action="store_true", help=JSON)
 
 
@@ -98,44 +113,39 @@ def data_build(args: argparse.Namespace) -> None:
     from longspan.data.build import build
     from longspan.data.documents import Fields
 
-    started = shown = time.monotonic()
-    with waiting("tokenizing") as status:
+    shown = time.monotonic()
+    with ProgressBar("tokenizing") as bar:
 
         def show(documents: int, tokens: int, fraction: float) -> None:
             nonlocal shown
             now = time.monotonic()
-            if now < shown + (0.1 if status.console.is_terminal else 30):
-                return
-            shown = now
-            text = f"tokenizing: {documents:,} documents, {tokens:,} tokens"
-            if fraction:
-                text += f", {fraction:.0%}, {(now - started) * (1 / fraction - 1):,.0f} s left"
-            if status.console.is_terminal:
-                status.update(text)
-            else:
-                print(text, file=sys.stderr)
+            if now >= shown + (0.1 if bar.is_terminal else 30):
+                shown = now
+                bar.update(f"{documents:,} documents, {tokens:,} tokens", fraction)
 
         build(
             args.inputs,
             args.out,
             tokenizer=args.tokenizer,
             eos=args.eos,
-            fields=Fields(args.field, args.loss, args.prompt, args.answer),
+            fields=Fields(args.field, args.loss, args.prompt, args.answer, args.chat),
+            workers=args.workers,
             validation=args.validation,
             include=args.include,
             exclude=args.exclude,
             on_document=show,
-            on_note=lambda text: status.console.print(f"longspan: {text}", markup=False),
+            on_note=lambda text: bar.print(f"longspan: {text}"),
         )
-    args.folder = args.out
+    args.folder, args.context = args.out, []
     data_info(args)
 
 
 def data_info(args: argparse.Namespace) -> None:
-    from longspan.data.verification import inspect_folder
+    from longspan.data.inspection import inspect_folder
+    from longspan.data.lengths import picture
 
     with waiting(f"verifying {args.folder}"):
-        info = inspect_folder(args.folder)
+        info = inspect_folder(args.folder, args.context)
     if args.json:
         print(json.dumps(info))
         return
@@ -147,6 +157,8 @@ def data_info(args: argparse.Namespace) -> None:
         )
         if (targets := split["targets"]) < split["tokens"]:
             print(f"{'':<14}{targets:>12,} of them have a loss ({targets / split['tokens']:.1%})")
+        for line in picture(split) if name == "train" else ():
+            print(line)
 
 
 def _add_config(commands: Commands) -> None:

@@ -1,27 +1,34 @@
-"""`longspan data build`: tokenize text files, JSONL and Hugging Face datasets into token shards.
+"""`longspan data build`: tokenize text, JSON Lines, Parquet and Arrow into token shards.
 
 Memory is bounded: of a document that is longer than a piece, one piece after the other is read,
-encoded and written; of JSON Lines, one line.
+encoded and written; of JSON Lines, one line; of Parquet and Arrow, a few hundred records.
+
+A build that is killed is continued by the same command. It is written in a hidden folder next to
+`out`, in which a small file says from time to time up to which document all is on disk; what was
+written after that is cut off. So the bytes are those of a build that was never killed.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-import numpy as np
-
-from longspan.data.documents import Document, Fields, Split, clipped
-from longspan.data.reading import Reader, find_files
-from longspan.data.shard_writer import ShardWriter
-from longspan.data.shards import SPLITS, Index, dtype_for
+from longspan.data.building import SAVE_EVERY_S, Building, OnDocument, partial_folder
+from longspan.data.chat import ChatTemplate
+from longspan.data.documents import Fields
+from longspan.data.reading import InputFile, Reader, find_files
+from longspan.data.shards import FORMAT, Index
 from longspan.data.tokenizer import TOKENIZER, ByteTokenizer, JsonTokenizer, Tokenizer
 from longspan.errors import UserError
-from longspan.files import atomic_folder
-from longspan.vocabulary import INDEX, MAX_DOCUMENTS
+from longspan.vocabulary import INDEX
+
+MANY_BYTES = 1 << 25
+"""An input from this size on is encoded by several processes."""
 
 
 def build(
@@ -35,52 +42,80 @@ def build(
     include: Sequence[str] = (),
     exclude: Sequence[str] = (),
     shard_tokens: int = 1 << 27,
-    on_document: Callable[[int, int, float], None] = lambda documents, tokens, fraction: None,
+    workers: int | None = 0,
+    save_every_s: float = SAVE_EVERY_S,
+    on_document: OnDocument = lambda documents, tokens, fraction: None,
     on_note: Callable[[str], None] = lambda text: print(f"longspan: {text}", file=sys.stderr),
 ) -> Index:
     """Write the documents of `inputs` as token shards into the new folder `out`.
 
     A hash of its text assigns a document to the train or validation split, so duplicates are never
     in both, and building the same text twice gives the same files. `include` and `exclude` select
-    files of folders. `on_document` is called after each document with the number of documents and
-    tokens so far and the fraction of the input that is read; `on_note` with what the user should
-    know, such as files that were skipped.
+    files of folders. `workers` processes encode, none in this process alone; None is one for each
+    core if the input is large. `on_document` is called after each document with the number of
+    documents and tokens so far and the fraction of the input that is read; `on_note` with what the
+    user should know, such as files that were skipped.
     """
     if out.exists():
         raise UserError(f"{out} already exists: choose another folder, or remove it")
     if not 0 <= validation < 1:
         raise UserError(f"--validation must be at least 0 and below 1, got {validation}")
+    if workers is not None and workers < 0:
+        raise UserError(f"--workers must be at least 0, got {workers}")
     encoder = _open_tokenizer(tokenizer, eos, on_note)
-    threshold = max(int(validation * 2**64), validation > 0)
+    template = _open_template(tokenizer) if fields.chat is not None else None
+    names = ", ".join(map(str, inputs))
     try:
-        reader = Reader(find_files(inputs, include, exclude, on_note), fields)
-        with atomic_folder(out) as folder:
-            written = _Written(folder, encoder, threshold, shard_tokens)
-            written.write(reader, on_document)
-            if validation and not written.has("validation") and written.lowest < written.highest:
+        files = find_files(inputs, include, exclude, on_note)
+        reader = Reader(files, fields, template)
+        if isinstance(encoder, ByteTokenizer):
+            workers = 0  # it takes no time
+        elif workers is None:
+            workers = min(os.cpu_count() or 1, 8) if reader.total_bytes >= MANY_BYTES else 0
+        identity = encoder.sha256 if isinstance(encoder, JsonTokenizer) else encoder.name
+        options = [str(fields), identity, encoder.eos, validation, shard_tokens]
+        key = _key(files, [*options, template.source if template else None])
+        with partial_folder(out, on_note) as folder:
+            building = Building(folder, encoder, shard_tokens, save_every_s)
+            building.begin(key, max(int(validation * 2**64), validation > 0), on_note)
+            building.write(reader, workers, on_document)
+            is_split = building.lowest < building.highest
+            if validation and not building.has("validation") and is_split:
                 # Few documents: take the one with the lowest hash, and with it its duplicates.
-                for path in folder.iterdir():
-                    path.unlink()
-                written = _Written(folder, encoder, written.lowest + 1, shard_tokens)
-                written.write(reader, on_document)
-            names = ", ".join(map(str, inputs))
-            if not written.has("train"):
+                building.begin_again(building.lowest + 1)
+                building.write(reader, workers, on_document)
+            if not building.has("train"):
                 raise UserError(f"found no text for the train split in {names}")
-            if not written.writers["train"].targets:
+            if not building.writers["train"].targets:
                 raise UserError(f"no token of the train split has a loss in {names}")
-            if not written.has("validation"):
+            if not building.has("validation"):
                 on_note(
                     "the validation split is empty, so that a run has no validation loss: "
                     + ("--validation is 0" if not validation else "expected at least two documents")
                 )
             if isinstance(encoder, JsonTokenizer):
                 encoder.save(folder)
-            index = written.index()
+            index = building.index()
             text = index.model_dump_json(exclude_none=True)
             (folder / INDEX).write_text(text, encoding="utf-8")
     except OSError as error:
         raise UserError(f"cannot build {out}: {error.filename or out}: {error.strerror}") from error
     return index
+
+
+def _key(files: Sequence[InputFile], options: list[Any]) -> str:
+    """What an unfinished build must have been of, to be continued."""
+    found = []
+    for file in files:
+        status = os.stat(file.path)
+        found.append([str(file.path.absolute()), status.st_size, status.st_mtime_ns, file.split])
+    return hashlib.sha256(json.dumps([FORMAT, found, options]).encode()).hexdigest()
+
+
+def _open_template(tokenizer: Path | None) -> ChatTemplate:
+    if tokenizer is None:
+        raise UserError("--chat needs a tokenizer folder with a chat template: set --tokenizer")
+    return ChatTemplate(tokenizer if tokenizer.is_dir() else tokenizer.parent)
 
 
 def _open_tokenizer(
@@ -97,76 +132,3 @@ def _open_tokenizer(
             "documents follow each other without a mark, unless --eos names one of its tokens"
         )
     return found
-
-
-@dataclass
-class _Written:
-    """The shards of both splits."""
-
-    folder: Path
-    encoder: Tokenizer
-    threshold: int
-    """A document whose hash is below this belongs to the validation split."""
-    shard_tokens: int
-    lowest: int = 1 << 64
-    highest: int = -1
-    """Of the hashes of documents whose input does not name their split."""
-    writers: dict[Split, ShardWriter] = field(default_factory=dict)
-
-    def write(self, reader: Reader, on_document: Callable[[int, int, float], None]) -> None:
-        dtype = dtype_for(self.encoder.vocab)
-        for name in SPLITS:
-            self.writers[name] = ShardWriter(self.folder, name, dtype, self.shard_tokens)
-        total = documents = 0
-        for count, document in enumerate(reader.documents(), start=1):
-            tokens = self._add(document, self.writers[self._split_of(document)])
-            total, documents = total + tokens, documents + bool(tokens)
-            if documents > MAX_DOCUMENTS:
-                raise UserError(
-                    f"the input has more than {MAX_DOCUMENTS:,} documents: build several folders"
-                )
-            on_document(count, total, reader.fraction)
-        for writer in self.writers.values():
-            writer.finish()
-
-    def has(self, split: Split) -> bool:
-        return bool(self.writers[split].shards)
-
-    def index(self) -> Index:
-        shards = [shard for writer in self.writers.values() for shard in writer.shards]
-        vocab = self.encoder.vocab
-        name = self.encoder.name
-        return Index(tokenizer=name, vocab=vocab, dtype=dtype_for(vocab), shards=shards)
-
-    def _split_of(self, document: Document) -> Split:
-        if document.split is not None or self.threshold == 0:
-            return document.split or "train"
-        digest = hashlib.sha256()
-        for piece in document.pieces():
-            digest.update(piece.encode())
-        value = int.from_bytes(digest.digest()[:8], "big")
-        self.lowest, self.highest = min(self.lowest, value), max(self.highest, value)
-        return "validation" if value < self.threshold else "train"
-
-    def _add(self, document: Document, writer: ShardWriter) -> int:
-        """Write the tokens of a document with its end, none if it is empty; returns how many."""
-        characters = total = 0
-        for piece in document.pieces():
-            stop = characters + len(piece)
-            spans = clipped(document.loss or (), characters, stop)
-            edges = [edge for span in spans for edge in span]
-            ((tokens, found),) = self.encoder.encode_batch([piece], [edges])
-            if document.loss is None:
-                found = [0, len(tokens)]
-            if len(tokens) and tokens.max() >= self.encoder.vocab:
-                raise UserError(
-                    f"the tokenizer {self.encoder.name} gives token {tokens.max()}, but its "
-                    f"vocabulary size is {self.encoder.vocab}"
-                )
-            writer.write(tokens, zip(found[::2], found[1::2], strict=True))
-            characters, total = stop, total + len(tokens)
-        if total and self.encoder.eos is not None:
-            writer.write(np.array([self.encoder.eos]), [(0, 1)] if document.end_has_loss else [])
-            total += 1
-        writer.end_document()
-        return total

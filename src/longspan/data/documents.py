@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from longspan.errors import UserError
 
@@ -27,6 +27,8 @@ class Document:
     """The characters that have a loss, in increasing order; None for all of them."""
     end_has_loss: bool = True
     """Whether the end-of-text token after it has a loss."""
+    has_end: bool = True
+    """Whether an end-of-text token follows; chat templates have their own."""
 
 
 @dataclass(frozen=True)
@@ -39,26 +41,53 @@ class Fields:
     prompt: str | None = None
     answer: str | None = None
     """With `prompt`, in place of `text`: the answer follows the prompt, and it alone has a loss."""
+    chat: str | None = None
+    """In place of `text`: a list of messages, of which those of the assistant have a loss."""
 
     def __post_init__(self) -> None:
         if (self.prompt is None) != (self.answer is None):
             raise UserError("--prompt and --answer name the fields of a pair: give both")
         if self.answer is not None and (self.loss is not None or self.text != "text"):
             raise UserError("--prompt and --answer take the place of --field and --loss")
+        others = self.answer is not None or self.loss is not None or self.text != "text"
+        if self.chat is not None and others:
+            raise UserError("--chat takes the place of --field, --loss, --prompt and --answer")
 
     @property
-    def main(self) -> str:
-        """The field that every record has."""
-        return self.answer or self.text
+    def names(self) -> tuple[str, ...]:
+        """The fields that every record has."""
+        if self.chat is not None:
+            return (self.chat,)
+        if self.prompt is not None and self.answer is not None:
+            return self.prompt, self.answer
+        return (self.text,) if self.loss is None else (self.text, self.loss)
 
 
-def document_of(record: object, fields: Fields, where: str, split: Split | None = None) -> Document:
+class Template(Protocol):
+    def render(self, messages: Any, where: str) -> tuple[str, tuple[Span, ...]]:
+        """The text of a conversation, and the spans of it that have a loss."""
+        ...
+
+
+def document_of(
+    record: object,
+    fields: Fields,
+    where: str,
+    split: Split | None = None,
+    template: Template | None = None,
+) -> Document:
     """The document that a record holds; `where`: names the record in errors."""
+    if fields.chat is not None:
+        assert template is not None
+        if not isinstance(record, dict) or fields.chat not in record:
+            raise UserError(f"{where} has no field {fields.chat!r}, {_got(record)}: set --chat")
+        text, spans = template.render(record[fields.chat], where)
+        return Document(_in_memory(text), split, spans, has_end=False)
     if fields.prompt is not None and fields.answer is not None:
         prompt = _text_of(record, fields.prompt, where, "set --prompt")
         text = prompt + _text_of(record, fields.answer, where, "set --answer")
         return Document(_in_memory(text), split, ((len(prompt), len(text)),))
-    text = _text_of(record, fields.text, where, "set --field, or --prompt and --answer")
+    text = _text_of(record, fields.text, where, "set --field, --prompt and --answer, or --chat")
     if fields.loss is None:
         return Document(_in_memory(text), split)
     assert isinstance(record, dict)
@@ -103,15 +132,18 @@ def _in_memory(text: str) -> Callable[[], Iterator[str]]:
 def _text_of(record: object, name: str, where: str, advice: str) -> str:
     text = record.get(name) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        got = type(record).__name__
-        if isinstance(record, dict):
-            got = f"fields {', '.join(record)}"
-        raise UserError(f"{where} has no text in the field {name!r}, got {got}: {advice}")
+        raise UserError(f"{where} has no text in the field {name!r}, {_got(record)}: {advice}")
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise UserError(f"{where} is not text: {error}") from error
     return text
+
+
+def _got(record: object) -> str:
+    if isinstance(record, dict):
+        return f"got fields {', '.join(record)}"
+    return f"got {type(record).__name__}"
 
 
 def _spans_of(value: Any, length: int, where: str) -> tuple[Span, ...]:

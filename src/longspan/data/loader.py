@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import threading
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -14,13 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from longspan.data.dataset import DatasetSource, Failure, MicroBatches, NestedBatch
 from longspan.data.prefetch import Prefetcher, StepData
+from longspan.data.workers import prepare_worker
 from longspan.errors import UserError
 
 if TYPE_CHECKING:
     import torch
-
-POLL_S = 1.0
-"""How often a worker looks whether its parent is still there."""
 
 
 class DatasetLoader(Prefetcher):
@@ -92,21 +87,12 @@ _of_worker: tuple[DatasetSource, int] | None = None
 
 
 def _start_worker(source: DatasetSource, seed: int, parent: int) -> None:
-    """Prepare a worker: signals are the parent's affair, and it does not outlive the parent."""
     global _of_worker
     import torch
 
     _of_worker = source, seed
     torch.set_num_threads(1)
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(POLL_S)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    prepare_worker(parent)
 
 
 def _read_batch(indices: Sequence[int]) -> Any:

@@ -1,4 +1,7 @@
-"""Reads documents out of text files, JSON Lines and Hugging Face datasets, one after the other."""
+"""Finds the files of an input, and reads documents out of them, one after the other.
+
+Text, JSON Lines, both also compressed, Parquet, Arrow, and datasets that Hugging Face has saved.
+"""
 
 from __future__ import annotations
 
@@ -9,32 +12,47 @@ import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
-from longspan.data.documents import Document, Fields, Split, cut, document_of, streamed
+from longspan.data.documents import (
+    Document,
+    Fields,
+    Split,
+    Template,
+    cut,
+    document_of,
+    streamed,
+)
+from longspan.data.encoding import Place
+from longspan.data.open_input import (
+    COLUMNAR,
+    COMPRESSED,
+    dataset_files,
+    json_lines_in,
+    open_stream,
+    read_columnar,
+)
 from longspan.errors import UserError
-from longspan.files import open_regular
 from longspan.wording import counted
 
 MAX_LINE_BYTES = 1 << 27
 """Longest line of JSON Lines, which is parsed as a whole."""
 
 _VALIDATION_NAMES = ("validation", "valid", "val", "dev", "test")
-_UNSUPPORTED = {
-    **dict.fromkeys((".parquet", ".arrow", ".feather"), "convert it to JSON Lines"),
-    **dict.fromkeys((".gz", ".bz2", ".xz", ".zst"), "decompress it"),
-}
 
 
 @dataclass(frozen=True)
 class InputFile:
-    """A file of the input, or the folder of a Hugging Face dataset."""
+    """A file of the input."""
 
     path: Path
     within: Path | None
     """The folder of the input that links may not leave."""
     bytes: int
-    is_dataset: bool = False
+    split: Split | None = None
+    """Set if the input names its split."""
 
 
 def find_files(
@@ -52,14 +70,13 @@ def find_files(
         except (OSError, ValueError) as error:
             raise UserError(f"no such file or folder: {path}") from error
         if stat.S_ISREG(found.st_mode):
-            _check_supported(path)
             if not _is_text(path, None):
                 raise UserError(f"{path} is not text: it contains NUL bytes")
             files.append(InputFile(path, None, found.st_size))
         elif not stat.S_ISDIR(found.st_mode):
             raise UserError(f"{path} is neither a regular file nor a folder")
         elif (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-            files.append(InputFile(path, path, 0, is_dataset=True))
+            files += _find_dataset(path)
         else:
             files += _find_below(path, include, exclude, skipped)
     for reason, paths in skipped.items():
@@ -97,7 +114,6 @@ def _find_below(
         elif not path.stat().st_size:
             continue
         else:
-            _check_supported(path)
             if _is_text(path, folder):
                 files.append(InputFile(path, folder, path.stat().st_size))
             else:
@@ -118,111 +134,115 @@ def _stays_within(path: Path, root: Path) -> bool:
         return False
 
 
-def _check_supported(path: Path) -> None:
-    suffix = path.suffix.lower()
-    if suffix in _UNSUPPORTED:
-        raise UserError(
-            f"{path}: {suffix[1:]} files are not supported: {_UNSUPPORTED[suffix]} first, or skip "
-            f"such files of a folder with --exclude '*{suffix}'"
-        )
+def _find_dataset(folder: Path) -> list[InputFile]:
+    """The files of a dataset that Hugging Face has saved, whose own validation split is kept."""
+    found = dataset_files(folder)
+    names_validation = any(name in _VALIDATION_NAMES for name, _ in found)
+    files = []
+    for name, path in found:
+        split: Split | None = "train" if names_validation else None
+        if name in _VALIDATION_NAMES:
+            split = "validation"
+        try:
+            files.append(InputFile(path, folder, path.stat().st_size, split))
+        except OSError as error:
+            raise UserError(f"cannot read {path}: {error.strerror}") from error
+    return files
 
 
 def _is_text(path: Path, within: Path | None) -> bool:
-    with open_regular(path, within=within) as file:
+    """Whether it is text, or of a format that is read."""
+    if path.suffix.lower() in COLUMNAR:
+        return True
+    with open_stream(path, within) as (file, _):
         return b"\0" not in file.read(1 << 16)
 
 
 class Reader:
     """Reads the documents of files, one after the other."""
 
-    def __init__(self, files: Sequence[InputFile], fields: Fields) -> None:
-        self._files, self._fields = files, fields
-        self._total = sum(file.bytes for file in files)
-        self._read = 0
+    def __init__(
+        self, files: Sequence[InputFile], fields: Fields, template: Template | None = None
+    ) -> None:
+        self._files, self._fields, self._template = files, fields, template
+        self.total_bytes = sum(file.bytes for file in files)
+        self._read = 0.0
 
     @property
     def fraction(self) -> float:
-        """How much of the input is read; that of datasets is not known, and counts as nothing."""
-        return self._read / self._total if self._total else 0.0
+        """How much of the input is read."""
+        return self._read / self.total_bytes if self.total_bytes else 0.0
 
-    def documents(self) -> Iterator[Document]:
-        self._read = 0
-        for file in self._files:
-            before = self._read
-            if file.is_dataset:
-                yield from _from_hf(file.path, self._fields)
-            elif _is_json_lines(file, self._fields):
-                yield from self._from_json_lines(file)
-            else:
-                self._read += file.bytes
-                yield _from_text(file)
+    def documents(self, start: Place = Place()) -> Iterator[tuple[Document, Place]]:  # noqa: B008
+        """The documents after `start`, each with the place where it ends."""
+        before = 0
+        for number, file in enumerate(self._files):
+            if number < start.file:
+                before += file.bytes
+                continue
+            done = start.document if number == start.file else 0
+            found = islice(enumerate(self._documents_of(file, before), 1), done, None)
+            for count, document in found:
+                yield document(), Place(number, count)
+            before += file.bytes
+            self._read = before
+
+    def _documents_of(self, file: InputFile, before: int) -> Iterator[Callable[[], Document]]:
+        """Functions that make the documents of a file: those that are passed over are not made."""
+        if file.path.suffix.lower() in COLUMNAR:
+            yield from self._from_columnar(file, before)
+        elif json_lines_in(file.path, file.within, self._fields.names[0], MAX_LINE_BYTES):
+            yield from self._from_json_lines(file, before)
+        else:
             self._read = before + file.bytes
+            yield lambda: _from_text(file)
 
-    def _from_json_lines(self, file: InputFile) -> Iterator[Document]:
-        with open_regular(file.path, within=file.within) as lines:
+    def _from_json_lines(self, file: InputFile, before: int) -> Iterator[Callable[[], Document]]:
+        with open_stream(file.path, file.within) as (lines, read):
             for number, line in enumerate(iter(lambda: lines.readline(MAX_LINE_BYTES + 1), b""), 1):
-                self._read += len(line)
+                self._read = before + min(read(), file.bytes)
                 where = f"{file.path}, line {number}"
                 if len(line) > MAX_LINE_BYTES:
                     raise UserError(
                         f"{where} has more than {MAX_LINE_BYTES:,} bytes: split the document"
                     )
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{where} is not JSON: {error}") from error
-                yield document_of(record, self._fields, where)
+                if line.strip():
+                    yield lambda line=line, where=where: self._document(  # type: ignore[misc]
+                        _parsed(line, where), where, file.split
+                    )
+
+    def _from_columnar(self, file: InputFile, before: int) -> Iterator[Callable[[], Document]]:
+        number = 0
+        for records, fraction in read_columnar(file.path, file.within, self._fields.names):
+            self._read = before + fraction * file.bytes
+            for record in records:
+                number += 1
+                where = f"{file.path}, record {number}"
+                yield lambda record=record, where=where: self._document(  # type: ignore[misc]
+                    record, where, file.split
+                )
+
+    def _document(self, record: Any, where: str, split: Split | None) -> Document:
+        return document_of(record, self._fields, where, split, self._template)
 
 
-def _is_json_lines(file: InputFile, fields: Fields) -> bool:
-    """Whether a file is JSON Lines, by its name or, if that is .json, by its first two lines."""
-    if file.path.suffix in (".jsonl", ".ndjson"):
-        return True
-    if file.path.suffix != ".json":
-        return False
-    with open_regular(file.path, within=file.within) as lines:
-        try:
-            first = json.loads(lines.readline(MAX_LINE_BYTES))
-            if not isinstance(first, dict):
-                return False
-            following = lines.readline(MAX_LINE_BYTES).strip()
-            return isinstance(json.loads(following), dict) if following else fields.main in first
-        except (ValueError, RecursionError):
-            return False
+def _parsed(line: bytes, where: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{where} is not JSON: {error}") from error
 
 
 def _from_text(file: InputFile) -> Document:
     def pieces() -> Iterator[str]:
         try:
             with (
-                open_regular(file.path, within=file.within) as raw,
+                open_stream(file.path, file.within) as (raw, _),
                 io.TextIOWrapper(raw, encoding="utf-8") as text,
             ):
                 yield from cut(text.read)
         except UnicodeDecodeError as error:
             raise UserError(f"{file.path} is not UTF-8 text: {error}") from error
 
-    return streamed(pieces, file.bytes)
-
-
-def _from_hf(path: Path, fields: Fields) -> Iterator[Document]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(
-            f"{path} is a Hugging Face dataset: pip install 'longspan[hf]' to read it"
-        ) from error
-    try:
-        loaded = datasets.load_from_disk(str(path))
-    except Exception as error:  # the library and Arrow raise many kinds
-        raise UserError(f"{path} is not a readable Hugging Face dataset: {error}") from error
-    splits = dict(loaded) if isinstance(loaded, datasets.DatasetDict) else {None: loaded}
-    names_validation = any(name in _VALIDATION_NAMES for name in splits)
-    for name, records in splits.items():
-        split: Split | None = "train" if names_validation else None
-        if name in _VALIDATION_NAMES:
-            split = "validation"
-        for number, record in enumerate(records):
-            yield document_of(record, fields, f"{path}, record {number}", split)
+    is_compressed = file.path.suffix.lower() in COMPRESSED  # of unknown size: read piece by piece
+    return Document(pieces) if is_compressed else streamed(pieces, file.bytes)

@@ -19,16 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from longspan.data.shards import (
-    DTYPES,
-    REBUILD,
-    SPLITS,
-    Index,
-    Shard,
-    ShardFile,
-    read_index,
-    read_loss,
-)
+from longspan.data.shards import DTYPES, REBUILD, Index, Shard
 from longspan.errors import UserError
 from longspan.files import atomic_write_text, open_regular, read_json_object
 
@@ -129,31 +120,6 @@ class VerificationGroup(Verification):
             each.wait(None if end is None else max(0.0, end - time.monotonic()))
             for each in self._all
         )
-
-
-def inspect_folder(folder: Path) -> dict[str, Any]:
-    """Summarize a folder of shards, after verifying every file."""
-    index = read_index(folder)
-    for shard in index.shards:
-        ShardFile(folder, index, shard)  # its size, which needs no reading
-    with Verification(folder, index, again=True) as verification:
-        verification.wait()
-    splits = {}
-    for split in SPLITS:
-        shards = [shard for shard in index.shards if shard.split == split]
-        lengths = [np.diff(shard.document_ends, prepend=0) for shard in shards]
-        losses = [read_loss(folder, shard) for shard in shards]
-        splits[split] = {
-            "shards": len(shards),
-            "tokens": sum(shard.tokens for shard in shards),
-            "targets": sum(
-                shard.tokens if loss is None else int((loss[:, 1] - loss[:, 0]).sum())
-                for shard, loss in zip(shards, losses, strict=True)
-            ),
-            "documents": sum(len(shard.document_ends) for shard in shards),
-            "longest": max((int(length.max()) for length in lengths), default=0),
-        }
-    return {"tokenizer": index.tokenizer, "vocab": index.vocab, "splits": splits}
 
 
 def _cache_paths(folder: Path) -> list[Path]:

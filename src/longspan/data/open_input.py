@@ -1,0 +1,165 @@
+"""Opens the files of an input: compressed ones as streams, columnar ones as batches of records."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from longspan.errors import UserError
+from longspan.files import open_regular, read_json_object
+
+COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
+COLUMNAR = (".parquet", ".arrow", ".feather")
+BATCH_RECORDS = 256
+"""Records of a columnar file that are in memory at once."""
+MAX_STATE_BYTES = 1 << 24
+
+
+@contextmanager
+def open_stream(path: Path, within: Path | None) -> Iterator[tuple[BinaryIO, Callable[[], int]]]:
+    """The bytes of a file, decompressed, and a function that says how many of its own were read."""
+    with open_regular(path, within=within) as raw:
+        opened = _decompressed(raw, path)
+        try:
+            with opened:
+                yield opened, raw.tell
+        except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
+            if getattr(error, "errno", None) is not None:
+                raise  # of the file, not of what is in it
+            raise UserError(
+                f"{path} is damaged or not compressed as its name says: {error}"
+            ) from error
+
+
+def _decompressed(raw: BinaryIO, path: Path) -> Any:
+    match path.suffix.lower():
+        case ".gz":
+            return gzip.GzipFile(fileobj=raw)
+        case ".bz2":
+            return bz2.BZ2File(raw)
+        case ".xz":
+            return lzma.LZMAFile(raw)
+        case ".zst":
+            stream = import_pyarrow(path).input_stream(raw, compression="zstd")
+            return io.BufferedReader(stream, 1 << 20)
+    return raw
+
+
+def inner_suffix(path: Path) -> str:
+    """The suffix of a file without that of its compression."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in COMPRESSED:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def import_pyarrow(path: Path) -> Any:
+    try:
+        import pyarrow
+    except ImportError as error:
+        raise UserError(f"{path} needs pyarrow: pip install 'longspan[arrow]'") from error
+    return pyarrow
+
+
+Batches = Iterator[tuple[list[dict[str, Any]], float]]
+"""Records, and how much of the file is read."""
+
+
+def read_columnar(path: Path, within: Path | None, columns: Sequence[str]) -> Batches:
+    """The records of a Parquet or Arrow file, of which only `columns` are read."""
+    pyarrow = import_pyarrow(path)
+    reader = _read_parquet if path.suffix.lower() == ".parquet" else _read_arrow
+    with open_regular(path, within=within) as file:
+        try:
+            yield from reader(pyarrow, file, columns)
+        except (pyarrow.ArrowException, OSError) as error:
+            if getattr(error, "errno", None) is not None:
+                raise  # of the file, not of what is in it
+            raise UserError(f"{path} is not a readable {path.suffix[1:]} file: {error}") from error
+
+
+def _read_parquet(pyarrow: Any, file: BinaryIO, columns: Sequence[str]) -> Batches:
+    from pyarrow import parquet
+
+    # A page at a time, not a row group: those may have gigabytes.
+    opened = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
+    names = [name for name in opened.schema_arrow.names if name in columns]
+    total, done = opened.metadata.num_rows, 0
+    for batch in opened.iter_batches(BATCH_RECORDS, columns=names, use_threads=False):
+        done += batch.num_rows
+        yield _as_records(batch, opened.schema_arrow.names), done / total
+
+
+def _read_arrow(pyarrow: Any, file: BinaryIO, columns: Sequence[str]) -> Batches:
+    size = file.seek(0, io.SEEK_END)
+    file.seek(0)
+    is_file = file.read(6) == b"ARROW1"
+    file.seek(0)
+    if is_file:
+        opened = pyarrow.ipc.open_file(file)
+        batches = (opened.get_batch(n) for n in range(opened.num_record_batches))
+    else:
+        opened = pyarrow.ipc.open_stream(file)
+        batches = iter(opened)
+    names = [name for name in opened.schema.names if name in columns]
+    for batch in batches:
+        for start in range(0, batch.num_rows, BATCH_RECORDS):
+            part = batch.slice(start, BATCH_RECORDS).select(names)
+            yield _as_records(part, opened.schema.names), file.tell() / size
+
+
+def _as_records(batch: Any, names: Sequence[str]) -> list[dict[str, Any]]:
+    """The rows of a batch; columns that were not read are there by name, for errors."""
+    rows = batch.to_pylist() if batch.num_columns else [{} for _ in range(batch.num_rows)]
+    return [{**dict.fromkeys(names), **row} for row in rows]
+
+
+def dataset_files(folder: Path) -> list[tuple[str | None, Path]]:
+    """The Arrow files of a dataset that `save_to_disk` wrote, each with the name of its split."""
+    try:
+        if not (folder / "dataset_dict.json").exists():
+            return [(None, path) for path in _files_of_split(folder)]
+        names = read_json_object(folder / "dataset_dict.json", MAX_STATE_BYTES).get("splits")
+        if not isinstance(names, list) or not all(map(_is_plain_name, names)):
+            raise UserError("dataset_dict.json has no names of splits")
+        return [(name, path) for name in names for path in _files_of_split(folder / name)]
+    except UserError as error:
+        raise UserError(f"{folder} is not a readable Hugging Face dataset: {error}") from error
+
+
+def _files_of_split(folder: Path) -> list[Path]:
+    files = read_json_object(folder / "state.json", MAX_STATE_BYTES).get("_data_files")
+    names = [x.get("filename") if isinstance(x, dict) else None for x in files or ()]
+    if not isinstance(files, list) or not all(map(_is_plain_name, names)):
+        raise UserError(f"{folder / 'state.json'} has no names of Arrow files")
+    return [folder / str(name) for name in names]
+
+
+def _is_plain_name(name: object) -> bool:
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\0"}
+
+
+def json_lines_in(path: Path, within: Path | None, main_field: str, limit: int) -> bool:
+    """Whether a file is JSON Lines, by its name or, if that is .json, by its first two lines."""
+    suffix = inner_suffix(path)
+    if suffix in (".jsonl", ".ndjson"):
+        return True
+    if suffix != ".json":
+        return False
+    with open_stream(path, within) as (lines, _):
+        try:
+            first = json.loads(lines.readline(limit))
+            if not isinstance(first, dict):
+                return False
+            following = lines.readline(limit).strip()
+            return isinstance(json.loads(following), dict) if following else main_field in first
+        except (ValueError, RecursionError):
+            return False

@@ -1,0 +1,147 @@
+"""`longspan data build` from compressed and columnar files: the documents of plain JSON Lines."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from longspan.data.build import build
+from longspan.data.documents import Fields
+from longspan.errors import UserError
+from tests.data.test_building import build_until, contents
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+
+RECORDS = [
+    {"id": n, "text": f"text {n} ü " * (n % 17), "q": f"q{n}", "a": f"a{n}", "on": [[0, 2]]}
+    for n in range(1, 700)
+]
+
+
+def write(path: Path, content: bytes) -> Path:
+    """Write a file, compressed as its name says."""
+    match path.suffix:
+        case ".gz":
+            path.write_bytes(gzip.compress(content))
+        case ".bz2":
+            path.write_bytes(bz2.compress(content))
+        case ".xz":
+            path.write_bytes(lzma.compress(content))
+        case ".zst":
+            with pyarrow.output_stream(str(path), compression="zstd") as stream:
+                stream.write(content)
+        case ".parquet":
+            table = pyarrow.Table.from_pylist(RECORDS)
+            parquet.write_table(table, path, row_group_size=300)
+        case ".arrow":
+            table = pyarrow.Table.from_pylist(RECORDS)
+            with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+                stream.write_table(table, max_chunksize=300)
+        case ".feather":
+            table = pyarrow.Table.from_pylist(RECORDS)
+            with pyarrow.ipc.new_file(str(path), table.schema) as file:
+                file.write_table(table)
+        case _:
+            path.write_bytes(content)
+    return path
+
+
+LINES = "".join(json.dumps(record) + "\n" for record in RECORDS).encode()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("a.jsonl.gz", "a.json.gz", "a.jsonl.zst", "a.jsonl.bz2", "a.ndjson.xz"),
+        *("a.parquet", "a.arrow", "a.feather"),
+    ],
+)
+@pytest.mark.parametrize("fields", [Fields(), Fields(prompt="q", answer="a")], ids=["text", "pair"])
+def test_every_format_gives_the_same_bytes(tmp_path: Path, name: str, fields: Fields) -> None:
+    (tmp_path / "in").mkdir()
+    build([write(tmp_path / "in" / "a.jsonl", LINES)], tmp_path / "plain", fields=fields)
+    (tmp_path / "in" / "a.jsonl").unlink()
+    write(tmp_path / "in" / name, LINES)
+    seen: list[float] = []
+    build(
+        [tmp_path / "in"],
+        tmp_path / "out",
+        fields=fields,
+        on_document=lambda documents, tokens, fraction: seen.append(fraction),
+    )
+    assert contents(tmp_path / "out") == contents(tmp_path / "plain")
+    assert seen == sorted(seen)
+    assert 0.9 < seen[-1] <= 1
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.arrow"])
+def test_a_killed_build_of_every_format_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setattr("longspan.data.encoding.BATCH_PIECES", 50)
+    path = write(tmp_path / name, LINES)
+    build([path], tmp_path / "whole")
+    build_until(400, [path], tmp_path / "out")
+    notes: list[str] = []
+    build([path], tmp_path / "out", on_note=notes.append)
+    assert notes == ["continuing an unfinished build after 350 documents"]
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_compressed_text_is_one_document(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.txt.gz", b"some text")
+    build([path], tmp_path / "out", validation=0)
+    assert (tmp_path / "out" / "train-00000.bin").read_bytes() == b"some text\0"
+
+
+def test_loss_spans_of_a_column(tmp_path: Path) -> None:
+    fields = Fields(loss="on")
+    lines = "".join(json.dumps(x) + "\n" for x in RECORDS if len(x["text"]) > 2).encode()
+    kept = [x for x in RECORDS if len(str(x["text"])) > 2]
+    parquet.write_table(pyarrow.Table.from_pylist(kept), tmp_path / "a.parquet")
+    build([write(tmp_path / "a.jsonl", lines)], tmp_path / "plain", fields=fields)
+    build([tmp_path / "a.parquet"], tmp_path / "out", fields=fields)
+    assert contents(tmp_path / "out") == contents(tmp_path / "plain")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("a.jsonl.gz", b"no gzip", "a.jsonl.gz is damaged or not compressed as its name says"),
+        ("a.jsonl.gz", gzip.compress(LINES)[:-400], "damaged or not compressed"),
+        ("a.jsonl.zst", b"nothing of zstandard", "damaged or not compressed"),
+        ("a.jsonl.bz2", b"no bz2", "damaged or not compressed"),
+        ("a.jsonl.xz", b"no xz", "damaged or not compressed"),
+        ("a.txt.gz", gzip.compress(b"a\0b"), "a.txt.gz is not text: it contains NUL bytes"),
+        ("a.parquet", b"PAR1 and no more", "a.parquet is not a readable parquet file"),
+        ("a.arrow", b"ARROW1 and no more", "a.arrow is not a readable arrow file"),
+        ("a.arrow", b"xxxxxxxxxxxxxxxx", "a.arrow is not a readable arrow file"),
+    ],
+)
+def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, words: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=words.replace(".", r"\.")):
+        build([tmp_path / name], tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.parquet", b"")
+    with pytest.raises(UserError, match=r"record 1 has no text in the field 'body', got fields id"):
+        build([path], tmp_path / "out", fields=Fields("body"))
+
+
+@pytest.mark.parametrize("names", [["../x"], [3], "a", None])
+def test_a_dataset_cannot_name_files_outside_its_folder(tmp_path: Path, names: Any) -> None:
+    (tmp_path / "in").mkdir()
+    files = [{"filename": name} for name in names] if isinstance(names, list) else names
+    (tmp_path / "in" / "state.json").write_text(json.dumps({"_data_files": files}))
+    with pytest.raises(UserError, match="is not a readable Hugging Face dataset"):
+        build([tmp_path / "in"], tmp_path / "out")
