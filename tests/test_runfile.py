@@ -408,14 +408,16 @@ LAYERS = 'attention.layers=[{kind="window",repeat=3},{kind="dense"}]'
 
 def test_layers_take_their_patterns_in_turn(tmp_path: Path) -> None:
     """Each with the keys of [attention] that its kind uses; a saved run reads back the same."""
-    run = load_run(None, ["model.layers=6", "attention.window=9", "attention.sinks=2", LAYERS])
+    options = ["model.layers=6", "attention.window=9", "attention.sinks=2", LAYERS]
+    run = load_run(None, [*options, "model.learnable_sinks=true"])
     window, dense = Window(9, 2), Dense()
     expected = (window, window, window, dense, window, window)
     assert patterns_of(run.attention, run.model.layers) == expected
     (tmp_path / "run.toml").write_text(dump_run(run))
     assert load_run(tmp_path / "run.toml") == run
     texts = derived_values(run, run.layout.resolve(1))
-    assert texts["attention"].startswith("in turn 3 × window window 9 sinks 2, 1 × dense, ")
+    words = "in turn 3 × window window 9 sinks 2, 1 × dense, learnable sinks, context"
+    assert texts["attention"].startswith(words)
     assert texts["reach"].startswith("over 6 layers the last token depends on tokens at most 4,096")
     with pytest.raises(ValueError, match="a pattern per layer"):
         pattern_of(run.attention)

@@ -23,13 +23,14 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
     train, context = run.train, run.data.context
     tokens, steps = train.global_batch * context, counted(train.steps, "step")
     batch, rope = batch_values(run, ranks), run.model.rope
+    sinks = ", learnable sinks" if run.model.learnable_sinks else ""
     scaling = "" if rope.type == "default" else f", {rope.describe()}"
     linear = {} if run.model.linear == "dense" else {"linear layers": _linear_text(run.model)}
     data_vocab = {"vocabulary": _vocab_text(run)} if any(map(is_folder, run.data.sources)) else {}
     return {
         **linear,
         **data_vocab,
-        "attention": f"{attention_text(run.attention)}, context {context:,}, "
+        "attention": f"{attention_text(run.attention)}{sinks}, context {context:,}, "
         f"RoPE theta {run.model.rope_theta_for(context):,.0f}{scaling}",
         "reach": reach_text(run),
         "batch": batch.pop("batch"),

@@ -8,7 +8,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from longspan.attention import BlockSparse, Dense, Dilated, Pattern, Window, attend, attend_oracle
+from longspan.attention import (
+    BlockSparse,
+    Dense,
+    Dilated,
+    Pattern,
+    Window,
+    attend,
+    attend_oracle,
+    merge,
+)
 from longspan.attention.custom_op import branch_attention, flatten, unflatten
 from longspan.torch_internals import TorchDispatchMode
 from tests.attention.test_functional import PATTERNS, output_and_gradients, random_qkv
@@ -78,11 +87,14 @@ def test_a_dispatch_mode_sees_the_operator_with_the_same_result(
     ("backend", "device"),
     [("cpu", "cpu"), ("triton", "cpu"), pytest.param("triton", "cuda", marks=pytest.mark.gpu)],
 )
-def test_sinks_are_merged_in_the_units_of_each_backend(backend: Any, device: str) -> None:
+def test_sinks_are_merged_in_the_units_of_each_backend(
+    backend: Any, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if backend == "triton":
         pytest.importorskip("triton")
     if torch.cuda.is_available() and (backend, device) == ("triton", "cpu"):
         pytest.skip("the kernels run on the GPU, where other tests compare them")
+    monkeypatch.setattr(merge, "ROWS", 16)
     torch.manual_seed(0)
     pattern, sinks = Dilated((16, 32), (1, 2)), torch.linspace(-1, 3, 4, device=device)
     inputs = (*random_qkv(1, 40, 4, 2, 16, device=device), sinks.requires_grad_())

@@ -49,6 +49,7 @@ def run_of(world: int, *options: str) -> Run:
             4,
             [
                 "model.layers=4",
+                "model.learnable_sinks=true",
                 'attention.layers=[{kind="window",window=40,repeat=2},{kind="dense"},{}]',
                 "layout.pipeline=2",
                 "layout.sequence=2",

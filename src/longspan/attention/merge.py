@@ -30,6 +30,8 @@ Forward = Callable[..., tuple[Tensor, Tensor]]
 """q, k, v and options to the output and its log-sum-exp."""
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """The output's gradient, q, k, v, the merged output and log-sum-exp, and options to gradients."""
+ROWS = 4096
+"""Tokens whose δ is computed at a time for the gradient of sinks: float32 takes little memory."""
 
 
 def has_flash_kernel(q: Tensor, scale: float) -> bool:
@@ -100,7 +102,9 @@ def merge_sinks(out: Tensor, lse: Tensor, sink_logits: Tensor | None) -> tuple[T
     if sink_logits is None:
         return out, lse
     merged = torch.logaddexp(lse, sink_logits.to(lse.dtype))
-    return (out * (lse - merged).exp()[..., None]).to(out.dtype), merged
+    # With `out` there is no product in float32.
+    found = torch.mul(out, (lse - merged).exp()[..., None], out=torch.empty_like(out))
+    return found, merged
 
 
 def sink_gradient(
@@ -112,9 +116,12 @@ def sink_gradient(
     """
     if sink_logits is None:
         return None
-    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    weight = (sink_logits.to(lse.dtype) - lse).exp()
-    return -(weight * delta).sum((0, 1)).to(sink_logits.dtype)
+    logits, total = sink_logits.to(lse.dtype), lse.new_zeros(sink_logits.shape)
+    for start in range(0, lse.shape[1], ROWS):
+        rows = slice(start, start + ROWS)
+        delta = (grad[:, rows].to(lse.dtype) * out[:, rows].to(lse.dtype)).sum(-1)
+        total -= ((logits - lse[:, rows]).exp() * delta).sum((0, 1))
+    return total.to(sink_logits.dtype)
 
 
 def attend_with_sinks(

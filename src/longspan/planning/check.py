@@ -215,9 +215,18 @@ def _only_exchange(model: Decoder, run: Run, mesh: ParallelMesh) -> None:
     group = mesh.sequence_group
     rank = dist.get_rank(group)
 
-    def attend(exchange: KVExchange, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> Tensor:
+    def attend(
+        exchange: KVExchange,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *_: Any,
+        sink_logits: Tensor | None = None,
+        **__: Any,
+    ) -> Tensor:
         k_rows, v_rows = receive_rows(k, v, exchange, group.group_name)
-        return q + k_rows.sum() + v_rows.sum()
+        out = q + k_rows.sum() + v_rows.sum()
+        return out if sink_logits is None else out + sink_logits.sum()
 
     for module in model.modules():
         if isinstance(module, SelfAttention):
