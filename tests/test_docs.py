@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from longspan.cli import main
 from longspan.cli.arguments import parse
-from longspan.config import SECTIONS, Profile, Rope, Section, Sketch
+from longspan.config import SECTIONS, Lora, Profile, Rope, Section, Sketch
 from longspan.runfile import load_run
 from longspan.wording import toml_value
 from tests.harness import Ranks
@@ -40,7 +40,12 @@ def reference(name: str, section: type[Section]) -> str:
     return "\n".join(rows)
 
 
-TABLES: dict[str, type[Section]] = {**SECTIONS, "model.rope": Rope, "model.sketch": Sketch}
+TABLES: dict[str, type[Section]] = {
+    **SECTIONS,
+    "model.rope": Rope,
+    "model.sketch": Sketch,
+    "model.lora": Lora,
+}
 TABLES["track.profile"] = Profile
 
 

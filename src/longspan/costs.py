@@ -101,6 +101,22 @@ def rank_of(model: Model, name: str, in_features: int, out_features: int) -> int
     return max(1, rank_for(in_features, out_features, sketch.keep) // sketch.terms)
 
 
+def lora_rank_of(model: Model, name: str) -> int:
+    """The rank of the trained update of the linear layer `name` (blocks.3.mlp.up), 0 without."""
+    return model.lora.rank if fnmatchcase(name, model.lora.layers) else 0
+
+
+def count_adapters(model: Model) -> int:
+    """The number of parameters of LoRA's updates."""
+    if not model.lora.rank:
+        return 0
+    return sum(
+        lora_rank_of(model, f"blocks.{block}.{name}") * sum(size)
+        for block in range(model.layers)
+        for name, size in linear_sizes(model).items()
+    )
+
+
 def count_parameters(model: Model) -> int:
     """The number of parameters of a model."""
     if model.linear == "dense":
@@ -114,7 +130,8 @@ def count_parameters(model: Model) -> int:
     norms += 2 * model.head_dim if model.qk_norm else 0
     norms += model.heads if model.learnable_sinks else 0
     embeddings = (1 if model.tie_embeddings else 2) * model.vocab * model.hidden
-    return linear + model.layers * (biases + norms) + model.hidden + embeddings
+    rest = model.layers * (biases + norms) + model.hidden + embeddings
+    return linear + rest + count_adapters(model)
 
 
 def linear_costs(model: Model) -> tuple[Cost, Cost]:
@@ -122,7 +139,11 @@ def linear_costs(model: Model) -> tuple[Cost, Cost]:
     if model.linear == "dense":  # all blocks are the same
         sizes = linear_sizes(model).values()
         dense = Cost.dense(1, model.layers * sum(i * o for i, o in sizes))
-        return dense, dense
+        if not model.lora.rank:
+            return dense, dense
+        adapters = count_adapters(model)
+        frozen = Cost(0, dense.forward, dense.backward // 2)  # the gradient of its input alone
+        return dense, frozen + Cost(adapters, 2 * adapters, 4 * adapters)
     dense_total = total = Cost(0, 0, 0)
     for block in range(model.layers):
         for name, size in linear_sizes(model).items():
@@ -136,4 +157,4 @@ def linear_costs(model: Model) -> tuple[Cost, Cost]:
 
 def checkpoint_bytes(model: Model) -> int:
     """Bytes of a checkpoint: float32 weights, and the two moments of Adam."""
-    return 12 * count_parameters(model)
+    return 12 * (count_adapters(model) or count_parameters(model))

@@ -42,7 +42,8 @@ def flops_per_sample(
     are multiplied by, but have no gradient.
     """
     _, linear = linear_costs(model)
-    matrices = linear.forward + linear.backward + 6 * model.hidden * model.vocab
+    head = 4 if model.lora.rank else 6  # a frozen head has no gradient
+    matrices = linear.forward + linear.backward + head * model.hidden * model.vocab
     attention = _by_pattern(model, patterns, context)
     return float(matrices * context), 3.0 * sum(attention[pattern] for pattern in patterns)
 

@@ -71,6 +71,8 @@ class TrainedRun:
 
 def open_trained(run_dir: Path, key_file: str = "") -> TrainedRun:
     run, model, step = load_trained(run_dir, key_file)
+    if run.model.lora.rank:
+        raise UserError(f"{run_dir} is a LoRA run: convert one without [model.lora]")
     if run.model.linear != "dense":
         raise UserError(
             f'{run_dir} already has model.linear = "{run.model.linear}": convert a run with '

@@ -11,18 +11,19 @@ from torch import Tensor
 from longspan.checkpoint import (
     CHECKPOINTS,
     Checkpoint,
+    Region,
     check_shapes,
     latest,
     open_checkpoint,
     read_key,
 )
-from longspan.checkpoint.format import Region
 from longspan.config import Data, Run
 from longspan.device import choose_device, resolve
 from longspan.errors import UserError
 from longspan.export.huggingface import weight_reader
+from longspan.export.lora import base_reader
 from longspan.hf_config import read_folder_config
-from longspan.models import Decoder, new_decoder, parameter_shapes
+from longspan.models import Decoder, new_decoder, stored_shapes
 from longspan.models.decoder import allocate
 from longspan.runfile import ONE_PROCESS, RUN_FILE, load_run, saved_run_file
 
@@ -65,10 +66,15 @@ def load_trained(
     run, model = _build(load_run(saved_run_file(run_dir), [*HERE, *overrides]))
     saved = _newest(run_dir, key_file or run.checkpoint.key_file)
     saved.check(saved.files_of("model"))
-    check_shapes(parameter_shapes(model), saved)
+    stored = stored_shapes(model)
+    check_shapes(stored, saved)
+    base = base_reader(run) if run.model.lora.rank else None
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(saved.read(f"model/{name}"))
+            if name in stored:
+                parameter.copy_(saved.read(f"model/{name}"))
+            elif base is not None:
+                parameter.copy_(base(name, Region.full(tuple(parameter.shape))))
     return run, model, saved.step
 
 

@@ -73,6 +73,7 @@ def allocated_by(rank: int, world: int, options: list[str]) -> tuple[int, int, i
         (2, ["layout.pipeline=2", "layout.schedule=zbv", "model.linear=low_rank"]),
         (2, ["layout.sequence=2"]),
         (4, ["layout.tensor=2", "layout.shard=2", "train.optimizer=muon"]),
+        (4, ["layout.tensor=2", "layout.shard=2", "model.lora.rank=6"]),
     ],
     ids=str,
 )

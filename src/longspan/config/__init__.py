@@ -20,7 +20,7 @@ from longspan.config.attention import (
 from longspan.config.data import Data
 from longspan.config.engine import Engine
 from longspan.config.layout import AUTO, AXES, Backend, Layout
-from longspan.config.model import Model, Preset, Rope, Sketch, default_ffn
+from longspan.config.model import Lora, Model, Preset, Rope, Sketch, default_ffn
 from longspan.config.section import (
     MAX_INT,
     Integer,
@@ -54,6 +54,7 @@ __all__ = [
     "LayerAttention",
     "Layers",
     "Layout",
+    "Lora",
     "Model",
     "NonNegative",
     "Positive",

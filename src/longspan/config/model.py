@@ -1,4 +1,4 @@
-"""The sections [model], [model.rope] and [model.sketch]."""
+"""The sections [model], [model.rope], [model.sketch] and [model.lora]."""
 
 from __future__ import annotations
 
@@ -61,6 +61,15 @@ class Sketch(Section):
     dense."""
     seed: NonNegative = 0
     """Seed for the fixed random signs of sketched layers, which are not stored in checkpoints."""
+
+
+class Lora(Section):
+    rank: Annotated[Integer, Field(ge=0, le=1 << 14)] = 0
+    """Rank of the trained updates of frozen weights (LoRA); 0 trains the weights themselves."""
+    alpha: Annotated[float, Field(gt=0, le=MAX_INT)] = 16.0
+    """Scale of the updates, which are multiplied by alpha / rank."""
+    layers: str = "*"
+    """Glob over the names of the linear layers that get an update (`blocks.*.attention.*`)."""
 
 
 class Rope(Section):
@@ -174,6 +183,8 @@ class Model(Section):
     """Form of the blocks' linear layers; [model.sketch] configures the forms that are not dense."""
     sketch: Sketch = Sketch()
     """Settings of sketched and low-rank layers, in the table [model.sketch]."""
+    lora: Lora = Lora()
+    """Low-rank updates to train instead of the weights (LoRA), in the table [model.lora]."""
 
     @model_validator(mode="before")
     @classmethod

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from longspan.checkpoint import Region
 from longspan.config import Layout, Train
 from longspan.data import Batch
-from longspan.models import Decoder, parameter_shapes
+from longspan.models import Decoder, parameter_shapes, stored_shapes
 from longspan.models.decoder import allocate, initial_weight, initialize
 from longspan.parallel.apply import apply_to_blocks, materialize, parallelize
 from longspan.parallel.mesh import ParallelMesh
@@ -24,6 +24,10 @@ class DecoderSpec:
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.shapes = model, parameter_shapes(model)
+        self._stored = stored_shapes(model).keys()
+
+    def is_stored(self, name: str) -> bool:
+        return name in self._stored
 
     def rebuild(self) -> Decoder:
         return Decoder(

@@ -82,6 +82,9 @@ class ModuleSpec:
         self._stages, self._example = stages, example
         _check_plan(model, self._tensor_plan)
 
+    def is_stored(self, name: str) -> bool:
+        return True
+
     def parallelize(
         self, mesh: ParallelMesh, layout: Layout, train: Train, forward_context: ForwardContext
     ) -> nn.Module:

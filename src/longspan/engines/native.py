@@ -131,7 +131,11 @@ class NativeEngine:
 
     def tensor_shards(self) -> dict[str, TensorShard]:
         copy = pipeline_copy(self.model)
-        parameters = [(name, p) for name, p in named_parameters(self.model) if p is not copy]
+        parameters = [
+            (name, p)
+            for name, p in named_parameters(self.model)
+            if p is not copy and self._spec.is_stored(name)
+        ]
         tensors = self._state_of(parameters)
         return {name: _shard(x) for name, x in tensors.items() if self._saves(x)}
 

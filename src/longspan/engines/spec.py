@@ -56,6 +56,10 @@ class ModelSpec(Protocol):
         """
         ...
 
+    def is_stored(self, name: str) -> bool:
+        """Whether a checkpoint holds a parameter: not if it is frozen and read from elsewhere."""
+        ...
+
     def parallelize(
         self, mesh: ParallelMesh, layout: Layout, train: Train, forward_context: ForwardContext
     ) -> nn.Module:

@@ -45,7 +45,8 @@ from longspan.export.side_files import (
 from longspan.export.tokenizer import special_ids, tokenizer_of, write_tokenizer
 from longspan.files import atomic_folder, open_safetensors, read_bounded, read_json_object
 from longspan.hf_config import CONFIG, cache_root, read_folder_config
-from longspan.models import new_decoder, parameter_shapes
+from longspan.models import new_decoder, parameter_shapes, stored_shapes
+from longspan.nn import is_adapter
 from longspan.runfile import load_run, saved_run_file
 from longspan.sketching import to_dense
 from longspan.wording import shown
@@ -129,6 +130,8 @@ def export(
         notes.append(f"for its {kind} attention, import longspan.hf before transformers loads it")
     if run.model.linear != "dense":
         notes.append(f"{run.model.linear} layers were exported as the equivalent dense layers")
+    if run.model.lora.rank:
+        notes.append("LoRA's updates were merged into the weights")
     if tokenizer is None:
         notes.append("there is no tokenizer, as the run's data has none")
     elif tokenizer.eos is None:
@@ -143,7 +146,12 @@ def export(
 def _dense_tensors(run: Run, saved: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """The weights of a checkpoint by name; factored layers are multiplied out."""
     model = new_decoder(run)
-    check_shapes(parameter_shapes(model), saved)
+    check_shapes(stored_shapes(model), saved)
+    if run.model.lora.rank:
+        from longspan.export.lora import merged  # which imports this module
+
+        yield from merged(run, saved)
+        return
     if run.model.linear == "dense":
         yield from ((name, saved.read(f"model/{name}")) for name in saved.shapes("model"))
         return
@@ -265,7 +273,8 @@ def _weight_map(folder: Path) -> dict[str, str]:
 
 def _tensor_problems(files: dict[str, Any], run: Run) -> list[str]:
     """What differs between the tensors in `files` and the run's model."""
-    expected = {hf_name(n): shape for n, shape in parameter_shapes(new_decoder(run)).items()}
+    shapes = parameter_shapes(new_decoder(run))
+    expected = {hf_name(n): shape for n, shape in shapes.items() if not is_adapter(n)}
     problems = [f"{name} is missing" for name in expected if name not in files]
     for name, file in files.items():
         stored = file.get_slice(name)

@@ -5,6 +5,7 @@ from longspan.models.decoder import (
     build_decoder,
     new_decoder,
     parameter_shapes,
+    stored_shapes,
 )
 
 __all__ = [
@@ -12,4 +13,5 @@ __all__ = [
     "build_decoder",
     "new_decoder",
     "parameter_shapes",
+    "stored_shapes",
 ]

@@ -16,15 +16,18 @@ from torch.distributed.tensor import DTensor
 
 from longspan.attention import KVCache, Pattern, attend, patterns_of
 from longspan.config import Model, Run
-from longspan.costs import linear_sizes, rank_of
+from longspan.costs import linear_sizes, lora_rank_of, rank_of
 from longspan.errors import UserError
 from longspan.nn import (
     GatedMLP,
+    LoRALinear,
     MakeLinear,
     RMSNorm,
     RotaryEmbedding,
     apply_rope,
     cross_entropy_sum,
+    freeze_base,
+    is_adapter,
     logits_of,
 )
 from longspan.sketching.layers import LowRankLinear, SKLinear, low_rank_std, seed_of, sketched_std
@@ -109,6 +112,8 @@ def _linear(model: Model, block: int, name: str, in_features: int, out_features:
     full_name = f"blocks.{block}.{name}"
     rank = rank_of(model, full_name, in_features, out_features)
     bias = model.has_bias(name)
+    if lora_rank := lora_rank_of(model, full_name):
+        return LoRALinear(in_features, out_features, lora_rank, model.lora.alpha, bias=bias)
     if rank == 0:
         return nn.Linear(in_features, out_features, bias=bias)
     if model.linear == "low_rank":
@@ -148,6 +153,8 @@ class Decoder(nn.Module):
         self.head = (
             None if model.tie_embeddings else nn.Linear(model.hidden, model.vocab, bias=False)
         )
+        if model.lora.rank:
+            freeze_base(self)
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
@@ -262,6 +269,12 @@ def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
+def stored_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+    """The shapes of those parameters that a checkpoint holds: all, or with LoRA its updates."""
+    shapes, has_lora = parameter_shapes(model), model.config.lora.rank > 0
+    return {name: shape for name, shape in shapes.items() if not has_lora or is_adapter(name)}
+
+
 def build_decoder(run: Run, device: torch.device) -> Decoder:
     """The run's model on `device`, initialised from `train.seed`."""
     model = new_decoder(run)
@@ -314,11 +327,13 @@ def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Ten
     the variance of a dense layer's.
     """
     *_, module, kind = name.split(".")
-    if kind in ("bias", "sinks"):
+    if kind in ("bias", "sinks", "lora_b"):
         return torch.zeros(shape)
     if len(shape) == 1:  # norms
         return torch.full(shape, 1 - model.norm_offset)
-    if model.sub_layer_norm and module not in ("embedding", "head"):
+    if kind == "lora_a":
+        std = 1 / math.sqrt(shape[1])
+    elif model.sub_layer_norm and module not in ("embedding", "head"):
         gain = 1.0 if module in ("query", "key") else math.sqrt(math.log(2 * model.layers))
         layer = name.split(".", 2)[2].rsplit(".", 1)[0]  # of blocks.3.mlp.up.weight: mlp.up
         std = gain * math.sqrt(2 / sum(linear_sizes(model)[layer]))

@@ -1,5 +1,6 @@
 """Layers other than attention."""
 
+from longspan.nn.lora import LoRALinear, freeze_base, is_adapter
 from longspan.nn.loss import cross_entropy_sum, logits_of
 from longspan.nn.mlp import GatedMLP, MakeLinear
 from longspan.nn.mode import eval_mode
@@ -8,11 +9,14 @@ from longspan.nn.rope import RotaryEmbedding, apply_rope
 
 __all__ = [
     "GatedMLP",
+    "LoRALinear",
     "MakeLinear",
     "RMSNorm",
     "RotaryEmbedding",
     "apply_rope",
     "cross_entropy_sum",
     "eval_mode",
+    "freeze_base",
+    "is_adapter",
     "logits_of",
 ]

@@ -261,6 +261,8 @@ class PipelinedDecoder(nn.Module):
         rank = self._mesh.get_local_rank()
         if not self._config.tie_embeddings or rank not in (first, last):
             return
+        if self._config.lora.rank:  # it is frozen
+            return
         gradients = [
             gradient
             for stage in self._local.values()

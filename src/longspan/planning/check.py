@@ -26,6 +26,7 @@ from longspan.data import Batch
 from longspan.device import autocast
 from longspan.engines import DecoderSpec
 from longspan.engines.native import NativeEngine
+from longspan.errors import UserError
 from longspan.models import Decoder, new_decoder
 from longspan.models.decoder import SelfAttention
 from longspan.parallel.collectives import all_reduce_loss
@@ -79,6 +80,11 @@ def check_plan(run: Run, gpus: int) -> Check:
 
     `run.train.precision` must be resolved. The process must have no process group.
     """  # fmt: skip
+    if run.model.lora.rank:
+        raise UserError(
+            "plan --check does not count the collectives of model.lora, whose updates tensor "
+            "parallelism splits by itself: check the run with model.lora.rank=0"
+        )
     start = time.perf_counter()
     degrees = Degrees.of(run.layout, gpus)
     per_stage = gpus // degrees.pipeline

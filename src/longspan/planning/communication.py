@@ -61,11 +61,11 @@ def _gradients_of_replicas(step: Step) -> Iterator[Traffic]:
         return
     ranks, method = step.ranks.replicate, step.layout.gradient_compression
     # Gradients are ready in about the reverse order of the parameters.
-    embedding, *rest = step.outer_shapes(embedding=True, head=True)
-    shapes = list(reversed(rest))
+    outer = [] if step.model.lora.rank else step.outer_shapes(embedding=True, head=True)
+    shapes = list(reversed(outer[1:]))
     for block, copies in reversed(step.blocks()):
-        shapes += copies * list(reversed(step.block_shapes(block)))
-    buckets = _buckets([*shapes, embedding])
+        shapes += copies * list(reversed(step.trained_shapes(block)))
+    buckets = _buckets([*shapes, *outer[:1]])
     if method == "powersgd":
         # Uncompressed tensors, and the two factors of the others, by bucket; after ten steps.
         yield from (
@@ -114,8 +114,8 @@ def _sharded(step: Step) -> Iterator[Traffic]:
     is_pipeline = step.ranks.pipeline > 1
     reduces = step.micro_batches if layout.zero > 1 and not is_pipeline else 1
     reduce_width = 2 if layout.gradient_compression == "bf16" else FLOAT32
-    for is_block, shapes, count in _groups(step):
-        gathered = sum(padded(shape, shards) for shape in shapes)
+    for is_block, shapes, trained, count in _groups(step):
+        gathered, reduced = (sum(padded(x, shards) for x in xs) for xs in (shapes, trained))
         what = "a block" if is_block else "embedding, norm and head"
         # Sharded by one rank, parameters are never gathered.
         width = step.width if is_block else FLOAT32
@@ -137,7 +137,7 @@ def _sharded(step: Step) -> Iterator[Traffic]:
             "shard",
             "reduce_scatter",
             shards,
-            reduce_width * gathered,
+            reduce_width * reduced,
             reduces * count,
             f"gradients of {what}",
             overlaps=True,
@@ -146,24 +146,25 @@ def _sharded(step: Step) -> Iterator[Traffic]:
             "replicate",
             "all_reduce",
             replicas,
-            reduce_width * gathered // shards,
+            reduce_width * reduced // shards,
             reduces * count,
             f"gradients of {what}",
             overlaps=True,
         )
 
 
-def _groups(step: Step) -> Iterator[tuple[bool, list[Shape], int]]:
-    """What FSDP2 gathers together: whether it is a block, its parameters, how many are the same."""
+def _groups(step: Step) -> Iterator[tuple[bool, list[Shape], list[Shape], int]]:
+    """What FSDP2 gathers together: whether it is a block, its parameters, those of them that have
+    gradients, and how many groups are the same.
+    """
     for block, copies in step.blocks():
-        yield True, step.block_shapes(block), copies
-    if step.ranks.pipeline == 1:
-        yield False, step.outer_shapes(embedding=True, head=True), 1
-        return
-    if step.is_first:
-        yield False, step.outer_shapes(embedding=True, head=False), 1
-    if step.is_last:
-        yield False, step.outer_shapes(embedding=False, head=True), 1
+        yield True, step.block_shapes(block), step.trained_shapes(block), copies
+    is_one = step.ranks.pipeline == 1
+    ends = [(True, True)] if is_one else [(True, False)] * step.is_first
+    ends += [] if is_one else [(False, True)] * step.is_last
+    for embedding, head in ends:
+        shapes = step.outer_shapes(embedding=embedding, head=head)
+        yield False, shapes, [] if step.model.lora.rank else shapes, 1
 
 
 def padded(shape: Shape, shards: int) -> int:
@@ -187,7 +188,8 @@ def _between_stages(step: Step) -> Iterator[Traffic]:
         purpose = f"activations and gradients, {what} stage"
         yield Traffic("pipeline", "send_recv", ranks, size, calls, purpose, overlaps=True)
     ends = plan.rank_of(0), plan.rank_of(plan.last)
-    if step.model.tie_embeddings and rank in ends and ends[0] != ends[1]:
+    is_tied = step.model.tie_embeddings and not step.model.lora.rank
+    if is_tied and rank in ends and ends[0] != ends[1]:
         rows = -(-step.model.vocab // step.ranks.tensor // step.ranks.shards)
         size = FLOAT32 * rows * step.model.hidden
         yield Traffic("pipeline", "send_recv", ranks, size, 2, "gradient of the tied embedding")

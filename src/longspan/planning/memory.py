@@ -96,8 +96,10 @@ def memory_per_rank(run: Run, world: int, allowance: Allowance = ALLOWANCE) -> l
 class _Counts:
     """Elements of a rank's parameters, summed as the formulas below need them."""
 
-    def __init__(self, parameters: Iterable[RankParameter], optimizer: str) -> None:
+    def __init__(self, parameters: Iterable[RankParameter], run: Run) -> None:
         self.local = self.moments = self.autocast = self.head = self.outside_blocks = 0
+        self.trained = self.trained_gathered = 0
+        optimizer, has_lora = run.train.optimizer, run.model.lora.rank > 0
         blocks: dict[int, int] = {}
         copies: dict[int, int] = {}
         for p in parameters:
@@ -105,10 +107,14 @@ class _Counts:
             block = p.block
             is_matrix = block is not None and p.name.endswith(MATRIX) and not p.name.endswith(NORM)
             kind = "momentum" if optimizer == "muon" and is_matrix else optimizer
-            self.moments += p.copies * _moment_bytes(p.local, kind)
+            if not has_lora or ".lora_" in p.name:
+                self.trained += p.copies * p.local
+                self.trained_gathered += p.copies * p.gathered
+                self.moments += p.copies * _moment_bytes(p.local, kind)
             if block is None:
                 self.outside_blocks += p.gathered
-                self.head = max(self.head, p.gathered)  # or the tied embedding
+                if not has_lora:  # whose head has no gradient
+                    self.head = max(self.head, p.gathered)  # or the tied embedding
                 continue
             if is_matrix:
                 self.autocast += p.copies * p.gathered
@@ -117,16 +123,13 @@ class _Counts:
         self.largest_block = max(blocks.values())
         self.in_blocks = sum(copies[block] * count for block, count in blocks.items())
 
-    @property
-    def gathered(self) -> int:
-        return self.outside_blocks + self.in_blocks
-
 
 def _memory(run: Run, split: ModelSplit, stage: int, allowance: Allowance) -> DeviceMemory:
     degrees, tokens_of = split.degrees, Activations(run, split.degrees)
-    counts = _Counts(split.parameters(split.first_rank(stage)), run.train.optimizer)
+    counts = _Counts(split.parameters(split.first_rank(stage)), run)
     parameters, gradients = FP32_BYTES * counts.local, FP32_BYTES * _gradients(run, degrees, counts)
-    offloaded = 2 * parameters + counts.moments if run.layout.offload else 0
+    offloaded = parameters + FP32_BYTES * counts.trained + counts.moments
+    offloaded = offloaded if run.layout.offload else 0
     on_gpu = not tokens_of.on_cpu
     states = {
         "parameters": 0 if run.layout.offload else parameters,
@@ -274,7 +277,7 @@ def _gradients(run: Run, degrees: Degrees, counts: _Counts) -> int:
     """Elements of accumulated gradients: local shards, or unsharded ones reduced once a step."""
     reduces_once = run.layout.zero <= 1 or degrees.pipeline > 1
     is_unsharded = degrees.is_fsdp and reduces_once and _accumulates(run, degrees)
-    return counts.gathered if is_unsharded else counts.local
+    return counts.trained_gathered if is_unsharded else counts.trained
 
 
 def _transient_unsharded(run: Run, degrees: Degrees, counts: _Counts) -> int:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from longspan.attention import Pattern, patterns_of
 from longspan.config import Layout, Model, Run
-from longspan.costs import linear_sizes, rank_of
+from longspan.costs import linear_sizes, lora_rank_of, rank_of
 from longspan.flops import stage_flops
 from longspan.parallel.pipeline_schedule import StagePlan, plan_stages
 
@@ -169,6 +169,8 @@ class ModelSplit:
 def tensor_dim(model: Model, name: str) -> int | None:
     """The dimension of a parameter that the tensor axis splits; None if it is replicated."""
     *_, module, kind = name.split(".")
+    if kind in ("lora_a", "lora_b"):  # of columns torch's style splits all, of rows W alone
+        return None if module in ("out", "down") else 0
     if kind in ("s1", "s2"):
         return 0 if kind == "s1" else 1
     if kind == "bias" and module in ("out", "down"):
@@ -207,6 +209,8 @@ def block_shapes(model: Model, block: int) -> dict[str, Shape]:
             shapes[f"{name}.weight"] = (outputs, inputs)
         if model.has_bias(name):
             shapes[f"{name}.bias"] = (outputs,)
+        if lora := lora_rank_of(model, f"blocks.{block}.{name}"):
+            shapes |= {f"{name}.lora_a": (lora, inputs), f"{name}.lora_b": (outputs, lora)}
     return shapes
 
 
@@ -217,10 +221,15 @@ def _block_kinds(run: Run) -> list[tuple[Pattern, Shape]]:
 
 
 def _linear_ranks(model: Model) -> list[Shape]:
-    """The ranks of the linear layers of each block; none if all are dense."""
-    sizes = {} if model.linear == "dense" else linear_sizes(model)
+    """The ranks of the linear layers of each block and of their updates; none if all are dense."""
+    has_ranks = model.linear != "dense" or model.lora.rank > 0
+    sizes = linear_sizes(model) if has_ranks else {}
     return [
-        tuple(rank_of(model, f"blocks.{block}.{name}", *size) for name, size in sizes.items())
+        tuple(
+            rank_of(model, layer, *size) or lora_rank_of(model, layer)
+            for name, size in sizes.items()
+            for layer in (f"blocks.{block}.{name}",)
+        )
         for block in range(model.layers)
     ]
 

@@ -17,7 +17,7 @@ from typing import Any
 from longspan.attention.pattern import Dense, Dilated, Pattern, patterns_of
 from longspan.config import Layout, Model, Run
 from longspan.constants import MUON_ITERATIONS
-from longspan.costs import count_parameters, linear_sizes, rank_of
+from longspan.costs import count_adapters, count_parameters, linear_sizes, lora_rank_of, rank_of
 from longspan.errors import UserError
 from longspan.flops import (
     StageFlops,
@@ -169,7 +169,7 @@ class _Shape:
         self.width = 4 if precision == "fp32" else 2
         self.is_compiled = not is_cpu if train.compile == "auto" else train.compile
         shards = self.tensor * ranks["pipeline"] * ranks["shard"] * ranks["sequence"]
-        self.local_parameters = count_parameters(model) / shards
+        self.local_parameters = (count_adapters(model) or count_parameters(model)) / shards
         """That the optimizer of a rank updates."""
 
 
@@ -215,7 +215,8 @@ def _matmuls(
 ) -> tuple[float, float]:
     """Seconds of the matrix products of the average block: forward, backward."""
     forward = backward = 0.0
-    same = model.layers if model.linear == "dense" else 1  # blocks that have the same layers
+    are_same = model.linear == "dense" and not model.lora.rank
+    same = model.layers if are_same else 1  # blocks that have the same layers
     for block in range(0, model.layers, same):
         for name, (into, out) in linear_sizes(model).items():
             # Split by rows after the attention and the activation function, else by columns.
@@ -224,7 +225,11 @@ def _matmuls(
             rank = rank_of(model, f"blocks.{block}.{name}", into, out) * model.sketch.terms
             if not rank:
                 product = matmul_s(tokens, o, i, peak, rates)
-                forward, backward = forward + same * product, backward + 2 * same * product
+                # A frozen weight has no gradient.
+                gradients = 1 if model.lora.rank else 2
+                forward, backward = forward + same * product, backward + gradients * same * product
+                rank = lora_rank_of(model, f"blocks.{block}.{name}")
+            if not rank:
                 continue
             product = matmul_s(tokens, float(rank), i, peak, rates)
             product += matmul_s(tokens, o, float(rank), peak, rates)
@@ -259,10 +264,11 @@ def _head(run: Run, shape: _Shape, device: Device, rates: RunRates) -> dict[str,
     """Seconds of the loss of a micro-batch, whose gradients are computed with it."""
     model, bandwidth = run.model, device.bandwidth * rates.bandwidth
     vocab = model.vocab / shape.tensor
-    products = 3 * matmul_s(shape.tokens, vocab, float(model.hidden), shape.peak, rates)
+    products = 2 if model.lora.rank else 3  # a frozen head has no gradient
+    seconds = products * matmul_s(shape.tokens, vocab, float(model.hidden), shape.peak, rates)
     moved = rates.loss_traffic * shape.width / 2 * shape.tokens * vocab
     moved += rates.weight_traffic * vocab * model.hidden
-    return {"loss": products + moved / bandwidth}
+    return {"loss": seconds + moved / bandwidth}
 
 
 def _layers_on_ranks(layout: Layout, shape: _Shape) -> Sequence[tuple[Mapping[Pattern, int], bool]]:

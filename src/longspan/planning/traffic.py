@@ -73,6 +73,13 @@ class Step:
         shapes = block_shapes(self.model, block)
         return [self._split(f"blocks.{block}.{name}", x) for name, x in shapes.items()]
 
+    def trained_shapes(self, block: int) -> list[Shape]:
+        """Those of them that have gradients: all, or with LoRA its updates."""
+        if not self.model.lora.rank:
+            return self.block_shapes(block)
+        shapes = block_shapes(self.model, block).items()
+        return [self._split(f"blocks.{block}.{n}", x) for n, x in shapes if ".lora_" in n]
+
     def outer_shapes(self, *, embedding: bool, head: bool) -> list[Shape]:
         """The same of the embedding, and of the last norm and the head.
 

@@ -8,6 +8,7 @@ from importlib.metadata import version
 
 from longspan.checks import backend_problem, layout_problems
 from longspan.config import Data, Layout, Model, Train
+from longspan.costs import linear_sizes, lora_rank_of
 from longspan.rules.problem import Problem, Problems
 
 
@@ -31,6 +32,16 @@ def decoder_layout_rules(
         yield from _pipeline_problems(layout, ranks, train)
         if layout.schedule == "zbv":
             yield from _zbv_problems(layout, ranks, train)
+        if model.lora.rank and layout.schedule == "zbv":
+            message = '"zbv" is not supported with model.lora, which freezes weights: use "1f1b"'
+            yield Problem("layout.schedule", message)
+        layers = [f"blocks.0.{name}" for name in linear_sizes(model)]
+        if model.lora.rank and not any(lora_rank_of(model, name) for name in layers):
+            yield Problem(
+                "model.lora.layers",
+                f'"{model.lora.layers}" leaves the first pipeline stage without anything to train: '
+                "use a glob that matches layers of blocks.0, or layout.pipeline = 1",
+            )
     if data.context % ranks["sequence"]:
         yield Problem(
             "layout.sequence",

@@ -14,7 +14,9 @@ from longspan.config import (
     WINDOW_KEYS,
     Attention,
     Data,
+    Engine,
     LayerAttention,
+    Lora,
     Model,
     Rope,
     Sketch,
@@ -116,6 +118,29 @@ def sketch_rules(model: Model) -> Problems:
         if not any(fnmatchcase(name, glob) for name in names):
             message = f"{glob!r} matches no linear layer: use names such as {names[0]}"
             yield Problem(path, message)
+
+
+def lora_rules(model: Model, train: Train, engine: Engine) -> Problems:
+    lora = model.lora
+    if not lora.rank:
+        if lora != Lora():
+            message = "has no effect with model.lora.rank = 0: set the rank, or remove it"
+            yield Problem("model.lora", message)
+        return
+    if model.linear != "dense":
+        message = f'needs dense layers, but model.linear is "{model.linear}": set it to "dense"'
+        yield Problem("model.lora.rank", message)
+    if engine.name != "native":
+        message = f'needs engine.name = "native", but it is "{engine.name}": set it, or use rank 0'
+        yield Problem("model.lora.rank", message)
+    if train.optimizer == "muon":
+        message = '"muon" is not supported with model.lora, whose factors it would orthogonalise'
+        yield Problem("train.optimizer", f'{message}: use "adamw"')
+    blocks = range(min(model.layers, 1024))
+    names = [f"blocks.{index}.{layer}" for index in blocks for layer in linear_sizes(model)]
+    if not any(fnmatchcase(name, lora.layers) for name in names):
+        message = f"{lora.layers!r} matches no linear layer: use names such as {names[0]}"
+        yield Problem("model.lora.layers", message)
 
 
 def attention_rules(attention: Attention) -> Problems:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from longspan.attention import patterns_of
 from longspan.attention.packed import Packed
 from longspan.config import Run
-from longspan.costs import count_parameters
+from longspan.costs import count_adapters, count_parameters
 from longspan.data import Prefetcher
 from longspan.data.tokenizer import TOKENIZER, Tokenizer
 from longspan.derived import derived_values, model_name
@@ -21,6 +21,7 @@ from longspan.engines import DecoderSpec, Engine
 from longspan.engines.optimizer import set_learning_rate
 from longspan.engines.protocol import ReadTensor
 from longspan.export.huggingface import weight_reader
+from longspan.export.lora import base_reader
 from longspan.export.side_files import is_tokenizer_of
 from longspan.hf_config import read_folder_config
 from longspan.models import new_decoder
@@ -50,7 +51,12 @@ class DecoderTask:
     def set_learning_rate(self, optimizer: Optimizer, step: int) -> None:
         set_learning_rate(optimizer, learning_rate(self._run.train, step))
 
+    def frozen_weights(self) -> ReadTensor | None:
+        return base_reader(self._run) if self._run.model.lora.rank else None
+
     def initial_weights(self) -> ReadTensor | None:
+        if self._run.model.lora.rank:
+            return self.frozen_weights()
         folder = self._run.train.init_from
         return weight_reader(Path(folder), self._run) if folder else None
 
@@ -76,7 +82,7 @@ class DecoderTask:
         pipeline = {"pipeline": module.describe()} if isinstance(module, PipelinedDecoder) else {}
         has_weights = is_new and run.train.init_from
         return {
-            "model": f"{model_name(run)}, {count_parameters(run.model):,} parameters",
+            "model": f"{model_name(run)}, {count_parameters(run.model):,} parameters{_lora(run)}",
             "data": self.source.describe(),
             **derived_values(run, mesh.ranks),
             **pipeline,
@@ -101,6 +107,11 @@ class DecoderTask:
         sample = partial(sample_text, engine.inference_model, self.source, prompt)
         with autocast(run.train):
             return sample(run.train.seed, device, reporter, should_stop=should_stop)
+
+
+def _lora(run: Run) -> str:
+    trained = count_adapters(run.model)
+    return f", {trained:,} of them trained (LoRA)" if trained else ""
 
 
 def _weights_text(run: Run, tokenizer: Tokenizer | None) -> str:

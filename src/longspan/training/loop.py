@@ -188,6 +188,7 @@ def _train(
         key=read_key(run.checkpoint.key_file),
         set_learning_rate=task.set_learning_rate,
         has_own_optimizer=bool(run.model.factory),
+        frozen_weights=task.frozen_weights(),
     )
     fault_point("start")
     recovered = recovery.fill(state, checkpoints, run.checkpoint.every, settings.steps)

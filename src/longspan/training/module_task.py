@@ -167,6 +167,9 @@ class ModuleTask:
         hook = optimizer.register_step_post_hook(check_state)
         return optimizer
 
+    def frozen_weights(self) -> ReadTensor | None:
+        return None
+
     def initial_weights(self) -> ReadTensor | None:
         return None
 

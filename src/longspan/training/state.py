@@ -32,7 +32,10 @@ from longspan.data import Source
 from longspan.engines import Engine
 from longspan.engines.muon import Muon
 from longspan.engines.optimizer import ADAMW_KEYS, state_keys
+from longspan.engines.protocol import ReadTensor
 from longspan.errors import Damaged, Diverged, UserError, first_problem
+from longspan.export.lora import fingerprint
+from longspan.nn import is_adapter
 from longspan.parallel.collectives import all_reduce_max
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.parameters import persistent_buffers
@@ -91,8 +94,16 @@ def resume_key(run: Run, source: Source) -> dict[str, Any]:
         "data.context": run.data.context,
         "data.documents": "isolate" if run.data.isolates else "join",
         "train.seed": run.train.seed,
+        **_frozen(run),
         DATA: f"{source.describe()}; SHA-256 {source.fingerprint}",
     }
+
+
+def _frozen(run: Run) -> dict[str, str]:
+    """The weights that LoRA freezes, which a checkpoint does not hold."""
+    if not run.model.lora.rank or not run.train.init_from:
+        return {}
+    return {"train.init_from": f"weights {fingerprint(Path(run.train.init_from))}"}
 
 
 def _sections(model: Model, attention: Attention) -> dict[str, Any]:
@@ -123,6 +134,8 @@ class TrainState:
     """Sets the learning rate of the step after so many; by default that of [train]."""
     has_own_optimizer: bool = False
     """Whether the optimizer is the user's, with whatever state it keeps for some parameters."""
+    frozen_weights: ReadTensor | None = None
+    """Reads the weights that LoRA freezes, which checkpoints do not hold."""
     step: int = 0
     samples: int = 0
     """Position in the data: samples of the endless order that were consumed or skipped."""
@@ -167,7 +180,9 @@ class TrainState:
         """Load a checkpoint, which must be of the same model and sample order."""
         state = read_saved_state(saved)
         _check_unchanged(saved.path, state.resume_key, self.resume_key, self.accepts_other_data)
-        check_shapes(self.engine.shapes, saved)
+        base = self.frozen_weights
+        stored = {n: x for n, x in self.engine.shapes.items() if base is None or is_adapter(n)}
+        check_shapes(stored, saved)
         _check_groups(saved)
         if self.has_own_optimizer:
             optimizer = _check_own_optimizer(saved)
@@ -177,7 +192,13 @@ class TrainState:
         buffers = _read_buffers(saved, persistent_buffers(self.engine.model))
         rng = _read_rng_states(saved)
         self.is_whole = False
-        self.engine.load_weights(lambda name, region: saved.read(f"model/{name}", region))
+
+        def read(name: str, region: Region) -> Tensor:
+            if base is not None and name not in stored:
+                return base(name, region)
+            return saved.read(f"model/{name}", region)
+
+        self.engine.load_weights(read)
         for buffer, values in buffers:
             buffer.copy_(values)
         self.engine.load_optimizer(optimizer, partial(_read_optimizer, saved))

@@ -69,6 +69,10 @@ class RunTask(Protocol):
         """Set the learning rate of the step after `step` steps."""
         ...
 
+    def frozen_weights(self) -> ReadTensor | None:
+        """Reads the weights that checkpoints do not hold; None if they hold all."""
+        ...
+
     def initial_weights(self) -> ReadTensor | None:
         """Reads the weights that a new run starts from; None if the model has its own."""
         ...
