@@ -21,7 +21,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 RECORDS = [
     {"id": n, "text": f"text {n} ü " * (n % 17), "q": f"q{n}", "a": f"a{n}", "on": [[0, 2]]}
-    for n in range(1, 700)
+    for n in range(1, 300)
 ]
 
 
@@ -39,11 +39,11 @@ def write(path: Path, content: bytes) -> Path:
                 stream.write(content)
         case ".parquet":
             table = pyarrow.Table.from_pylist(RECORDS)
-            parquet.write_table(table, path, row_group_size=300)
+            parquet.write_table(table, path, row_group_size=100)
         case ".arrow":
             table = pyarrow.Table.from_pylist(RECORDS)
             with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
-                stream.write_table(table, max_chunksize=300)
+                stream.write_table(table, max_chunksize=100)
         case ".feather":
             table = pyarrow.Table.from_pylist(RECORDS)
             with pyarrow.ipc.new_file(str(path), table.schema) as file:
@@ -88,10 +88,10 @@ def test_a_killed_build_of_every_format_is_continued(
     monkeypatch.setattr("longspan.data.encoding.BATCH_PIECES", 50)
     path = write(tmp_path / name, LINES)
     build([path], tmp_path / "whole")
-    build_until(400, [path], tmp_path / "out")
+    build_until(200, [path], tmp_path / "out")
     notes: list[str] = []
     build([path], tmp_path / "out", on_note=notes.append)
-    assert notes == ["continuing an unfinished build after 350 documents"]
+    assert notes == ["continuing an unfinished build after 150 documents"]
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
