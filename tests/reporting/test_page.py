@@ -248,12 +248,13 @@ def test_the_picture_of_a_pattern_is_that_of_its_mask() -> None:
 
 def test_every_distinct_pattern_of_the_layers_is_drawn_once(tmp_path: Path) -> None:
     window, layers = '{kind="window",window=9,repeat=2}', "model.layers=7"
-    run = load_run(None, [f'attention.layers=[{window},{{kind="dense"}}]', layers])
+    patterns = f'[{window},{{kind="dense"}},{window.replace("2", "1")}]'
+    run = load_run(None, [f"attention.layers={patterns}", layers])
     (tmp_path / "run.toml").write_text(dump_run(run))
     found = attention(read_run(tmp_path))
     assert found is not None
     assert found.count("<svg") == 2
-    for text in ("In 2 of every 3 layers.", "In 1 of every 3 layers.", "Window attention over"):
+    for text in ("In 3 of every 4 layers.", "In 1 of every 4 layers.", "Window attention over"):
         assert text in found
     assert found.count("Reach: tokens back") == 1
     assert "Over 7 layers: 4,096 of 4,096 tokens." in found

@@ -315,11 +315,12 @@ def attention(run: RunData) -> Html | None:
     file, context = run.run, run.run.data.context
     layers = file.model.layers
     cycle = file.attention.cycle
-    drawn = Counter(cycle)
+    settings = file.attention.settings(len(cycle))
+    drawn, pattern_of = Counter(settings), dict(zip(settings, cycle, strict=True))
     try:
         found = {
-            pattern: pattern_picture(pattern, context, file.model.heads)
-            for pattern, _ in drawn.most_common(MAX_PATTERNS)
+            key: pattern_picture(pattern_of[key], context, file.model.heads)
+            for key, _ in drawn.most_common(MAX_PATTERNS)
         }
         reach = reaches(file.attention, context, file.model.heads, layers)
     except (ValueError, MemoryError) as error:
@@ -332,10 +333,10 @@ def attention(run: RunData) -> Html | None:
     warning = "" if reach[-1] == context else " Nothing earlier can influence it."
     over = f"Over {counted(layers, 'layer')}: {reach[-1]:,} of {context:,} tokens.{warning}"
     rows = list[Html]()
-    for pattern, picture in found.items():
-        words = [_pattern_words(pattern, picture.density, context)]
+    for key, picture in found.items():
+        words = [_pattern_words(pattern_of[key], picture.density, context)]
         if len(cycle) > 1:
-            words.append(tag("p", f"In {drawn[pattern]} of every {len(cycle)} layers."))
+            words.append(tag("p", f"In {drawn[key]} of every {len(cycle)} layers."))
         step = counted(picture.position_step, "token")
         words.append(
             tag(
