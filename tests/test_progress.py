@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from longspan.data.build import build
-from longspan.progress import Progress, measuring, waiting
+from longspan.progress import Progress, ProgressBar, measuring, waiting
 from tests.terminal import Terminal
 
 RUN = Path(__file__).parents[1] / "examples" / "recall.toml"
@@ -135,3 +135,10 @@ def test_a_phase_and_its_detail_are_one_line_in_a_terminal_that_is_cleared(tmp_p
     shown = terminal.received
     assert shown.index("one [/]") < shown.index("one [/]: step 7")
     assert not any(terminal.screen())
+
+
+def test_a_bar_is_lines_where_there_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with ProgressBar("tokenizing") as bar:
+        bar.update("3 documents [of text]", 0.25)
+        bar.print("a note [b]")
+    assert capsys.readouterr().err == "tokenizing: 3 documents [of text], 25%\na note [b]\n"
