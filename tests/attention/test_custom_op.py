@@ -64,6 +64,7 @@ class Operators(TorchDispatchMode):
         (Dilated((16,), (2,)), "triton"),
         (Dense(), "triton"),
         (BlockSparse(32, local_window=64), "triton"),
+        (Window(9, sinks=2, dilation=2), "triton"),
         (Window(9, sinks=2, dilation=2), "reference"),
     ],
 )

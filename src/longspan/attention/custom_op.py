@@ -1,6 +1,6 @@
 """Attention as one custom operator: O(tokens) memory, exact gradients through the merge.
 
-`cpu` computes it on a CPU, the Triton kernels of `kernels.dispatch` on a GPU, and
+`cpu` computes it on a CPU, Triton kernels (`kernels.dispatch`, `kernels.window`) on a GPU, and
 `reference` what neither supports. A dense or block-sparse pattern is one branch whose segment is
 the whole sequence.
 
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention import cpu, reference
+from longspan.attention.kernels.spans import spans_of
 from longspan.attention.mask import Mask
 from longspan.attention.merge import attend_with_sinks, merge_stored_sinks, stored_sink_gradient
 from longspan.attention.packed import document_starts
@@ -218,6 +219,11 @@ def _kernel_forward(
     q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, pattern: Pattern, is_causal: bool,
     scale: float, starts: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    if isinstance(pattern, Window):
+        from longspan.attention.kernels import window
+
+        spans = spans_of(starts or (0,), q.shape[1])
+        return window.forward(q, k, v, _long(padding), pattern, is_causal, scale, spans)
     from longspan.attention.kernels import dispatch
 
     return dispatch.forward(q, k, v, _ids(padding), pattern, is_causal, scale, starts)
@@ -229,9 +235,18 @@ def _kernel_backward(
     starts: tuple[int, ...] = (),
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tensors = grad_out, q, k, v, out, lse
+    if isinstance(pattern, Window):
+        from longspan.attention.kernels import window
+
+        spans = spans_of(starts or (0,), q.shape[1])
+        return window.backward(*tensors, _long(padding), pattern, is_causal, scale, spans)
     from longspan.attention.kernels import dispatch
 
     return dispatch.backward(*tensors, _ids(padding), pattern, is_causal, scale, starts)
+
+
+def _long(padding: Tensor | None) -> Tensor | None:
+    return None if padding is None else padding.long()
 
 
 def _ids(padding: Tensor | None) -> tuple[Tensor, Tensor] | None:

@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from longspan.attention.custom_op import attend_branches
 from longspan.attention.mask import Mask, check_lengths, check_mask, check_scale, check_tensors
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
+from longspan.attention.window import Window
 
 BackendName = Literal["sdpa", "cpu", "triton", "reference"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
@@ -97,7 +98,7 @@ def attend_checked(
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS} or None, got {name!r}")
     if name not in (chosen.name, "reference"):
-        problem = _triton_problem(q, k, mask) if name == "triton" else chosen.reason
+        problem = triton_problem(q, k, mask) if name == "triton" else chosen.reason
         if problem is not None:
             raise ValueError(
                 f"backend {name!r} does not support this: {problem}; use {chosen.name!r}"
@@ -132,7 +133,7 @@ def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
         ):
             return Backend("sdpa", "a dense pattern without documents or padding")
         case _ if q.device.type != "cpu":
-            problem = _triton_problem(q, k, mask)
+            problem = triton_problem(q, k, mask)
             if problem is None:
                 return Backend("triton", "a pattern that the kernels support, on a GPU")
             return Backend("reference", problem)
@@ -145,7 +146,7 @@ def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
     return Backend("reference", "the pattern is neither dense nor dilated, on a CPU")
 
 
-def _triton_problem(q: Tensor, k: Tensor, mask: Mask) -> str | None:
+def triton_problem(q: Tensor, k: Tensor, mask: Mask) -> str | None:
     """Why the Triton kernels do not support these inputs; None if they do."""
     if not _HAS_TRITON:
         return "Triton is not installed"
@@ -167,7 +168,7 @@ def _triton_problem(q: Tensor, k: Tensor, mask: Mask) -> str | None:
             return f"block_size must be a multiple of {unit}, got {blocks.block_size}"
         case Dilated(blocks=BlockSparse() as blocks) if blocks.block_size % unit:
             return f"block_size must be a multiple of {unit}, got {blocks.block_size}"
-        case Dense() | Dilated() | BlockSparse():
+        case Dense() | Dilated() | BlockSparse() | Window():
             return None
     return f"the kernels do not support {type(mask.pattern).__name__}"
 

@@ -6,6 +6,7 @@ By default each kernel once, each with other constants; with --all every kernel 
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import triton
@@ -14,7 +15,7 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from longspan.attention.kernels import block_sparse_kernels, branch, hopper
+from longspan.attention.kernels import block_sparse_kernels, branch, hopper, window_kernels
 
 HALF = ("q", "k", "v", "out", "do", "dq", "dk", "dv")
 FLOAT = ("lse", "safe_lse", "delta", "partial", "partial_k", "partial_v")
@@ -84,6 +85,25 @@ def compile_branch(kernel: str, **changes: Any) -> None:
     compile_kernel(getattr(branch, kernel), constants, descriptors, 3)
 
 
+WINDOW_KERNELS = ("forward", "backward_dq", "backward_sinks", "backward_dkdv")
+WINDOWS: list[dict[str, Any]] = [
+    {"CAUSAL": True, "HAS_IDS": False},
+    {"CAUSAL": False, "HAS_IDS": True},
+]
+
+
+def compile_window(kernels: Sequence[str], changes: dict[str, Any]) -> None:
+    for kernel in kernels:
+        is_by_key = kernel in ("backward_sinks", "backward_dkdv")
+        queries, keys = TILES["backward_dkdv" if is_by_key else kernel]
+        constants = {**changes, "HEAD_DIM": 64, "TILE_D": 64, "TILE_M": queries, "TILE_N": keys}
+        if not is_by_key:
+            constants["HAS_SINKS"] = True
+        rows, names = (queries, ("q", "do")) if is_by_key else (keys, ("k", "v"))
+        descriptors = dict.fromkeys(names, f"tensordesc<bf16[1,{rows},1,1,64]>")
+        compile_kernel(getattr(window_kernels, kernel), constants, descriptors, 3)
+
+
 def compile_block_sparse(cases: list[tuple[bool, bool]]) -> None:
     sizes = {"HEAD_DIM": 64, "TILE_M": 64, "TILE_N": 64}
     tile = "tensordesc<bf16[64,64]>"
@@ -103,6 +123,8 @@ if __name__ == "__main__":
     for i, kernel in enumerate(TILES):
         for changes in CHANGES if is_all else CHANGES[i : i + 1]:
             compile_branch(kernel, **changes)
+    for changes in WINDOWS if is_all else WINDOWS[:1]:
+        compile_window(WINDOW_KERNELS if is_all else WINDOW_KERNELS[::3], changes)
     compile_kernel(branch.backward_preprocess, {"HEAD_DIM": 64, "TILE_D": 64, "TILE": 64}, {}, 1)
     compile_block_sparse(
         [(True, True), (True, False), (False, True)] if is_all else [(False, True)]

@@ -7,7 +7,9 @@ attention of the branch's queries over the received rows, without a mask. The pa
 their log-sum-exps, and each backward pass gives its exact share of the gradient (see `merge`). Rows
 are communicated while the local partial is computed, forward and backward.
 
-Any other pattern or mask runs in the reference backend, on local and received rows together.
+A causal window runs in its kernels on a GPU, over received and local rows together: they are the
+sinks and the window of the first document, and whole documents. Any other pattern or mask runs in
+the reference backend, also on both together.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ from longspan.attention.context_parallel.kv_exchange import (
 )
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.custom_op import attend_branches_with_lse, branch_gradients
+from longspan.attention.functional import triton_problem
+from longspan.attention.kernels.spans import Span, shard_spans
 from longspan.attention.mask import Mask
 from longspan.attention.merge import (
     attend_partial,
@@ -34,8 +38,10 @@ from longspan.attention.merge import (
     partial_gradients,
     sink_gradient,
 )
+from longspan.attention.packed import Packed
 from longspan.attention.pattern import Dilated
 from longspan.attention.reference import Places, reference_attention
+from longspan.attention.window import Window
 from longspan.caching import cached_up_to
 from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import wait
@@ -57,6 +63,12 @@ def sparse_kv_attention(
             )
             return out
     k_rows, v_rows = receive_rows(k, v, exchange, group)
+    inner = pattern.inner if isinstance(pattern, Packed) else pattern
+    if has_kernels and mask.is_causal and isinstance(inner, Window) and q.device.type == "cuda":
+        spans = shard_spans(pattern, exchange.positions[0], local)
+        if spans is not None and triton_problem(q, k, Mask(inner)) is None:
+            rows, sinks = (k_rows, v_rows), mask.sink_logits
+            return _attend_window(q, k, v, rows, sinks, inner, scale, exchange, spans)
     return _attend_reference(q, k, v, k_rows, v_rows, mask, scale, exchange, local, shards.tokens)
 
 
@@ -219,6 +231,20 @@ class _Receive(torch.autograd.Function):
         zeros = rows.new_zeros(ctx.shape)
         k, v = (ctx.exchange.add_returned(zeros, returned[:, i]) for i in (0, 1))
         return k, v, None, None
+
+
+def _attend_window(
+    q: Tensor, k: Tensor, v: Tensor, received: tuple[Tensor, Tensor], sinks: Tensor | None,
+    pattern: Window, scale: float, exchange: KVExchange, spans: tuple[Span, ...],
+) -> Tensor:  # fmt: skip
+    from longspan.attention.kernels.window import attend_spans
+
+    index = torch.stack(exchange.received, dim=1)  # (rows, key heads): all heads see the same rows
+    keys, values = (
+        torch.cat([rows[index].permute(2, 0, 1, 3), x], dim=1)
+        for rows, x in zip(received, (k, v), strict=True)
+    )
+    return attend_spans(q, keys, values, sinks, pattern, scale, spans)
 
 
 def _attend_reference(

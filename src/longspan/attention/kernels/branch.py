@@ -106,12 +106,14 @@ def _log_counts(row, shift, RATIOS: tl.constexpr):
 
 @triton.jit
 def _scores(
-    a, b, row_a, row_b, id_a, id_b, log_count_a, log_count_b, valid_b, scale_log2,
+    a, b, row_a, row_b, id_a, id_b, log_count_a, log_count_b, valid_b, span, scale_log2,
     BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Base-2 scores of the rows `a` (a, dims) with the rows `b`: (a, b); unseen pairs are -inf.
 
-    CAUSAL is 1 if `a` are queries, 2 if `b` are, 0 without causality.
+    CAUSAL is 1 if `a` are queries, 2 if `b` are, 0 without causality. WINDOW is 1 if only pairs
+    whose rows are at most `span` apart are seen, 2 if only the others are.
     """
     qk = tl.dot(a, tl.trans(b), input_precision="ieee") * scale_log2
     if BIASED:
@@ -122,6 +124,10 @@ def _scores(
             seen = seen & (row_b[None, :] <= row_a[:, None])
         if CAUSAL == 2:
             seen = seen & (row_b[None, :] >= row_a[:, None])
+        if WINDOW == 1:
+            seen = seen & (tl.abs(row_a[:, None] - row_b[None, :]) <= span)
+        if WINDOW == 2:
+            seen = seen & (tl.abs(row_a[:, None] - row_b[None, :]) > span)
         qk = tl.where(seen, qk, float("-inf"))
     if HAS_IDS:
         qk = tl.where(id_a[:, None] == id_b[None, :], qk, float("-inf"))
@@ -160,9 +166,9 @@ def _key_range(
 @triton.jit
 def _forward_inner(
     acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids, indices, block_size,
-    batch, row0, rho, head, rate, origin, start, stop, end, scale_log2,
+    batch, row0, rho, head, rate, origin, start, stop, end, span, scale_log2,
     BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
-    CAUSAL: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over the keys of the steps [start, stop) that are below `end`."""
     for i in tl.range(start, stop, TILE_N):
@@ -172,11 +178,13 @@ def _forward_inner(
         k_tile = _load_tile(k, batch, row0 + n, rho, head, TILE_N, TILE_D)
         k_id = tl.load(k_ids + col.to(tl.int64) * rate, mask=valid) if HAS_IDS else col
         qk = _scores(
-            q_tile, k_tile, row, col, q_id, k_id, q_log_count, k_log_count, valid, scale_log2,
-            BIASED, HAS_IDS, EDGE, CAUSAL,
+            q_tile, k_tile, row, col, q_id, k_id, q_log_count, k_log_count, valid, span,
+            scale_log2, BIASED, HAS_IDS, EDGE, CAUSAL, WINDOW,
         )  # fmt: skip
         m_new = tl.maximum(m_i, tl.max(qk, 1))
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if HAS_IDS else m_new
+        # A row may see nothing so far.
+        UNSEEN: tl.constexpr = HAS_IDS or WINDOW > 0
+        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if UNSEEN else m_new
         p = tl.exp2(qk - m_safe[:, None])
         alpha = tl.exp2(m_i - m_safe)
         l_i = l_i * alpha + tl.sum(p, 1)
@@ -243,20 +251,21 @@ def forward(
     acc, l_i, m_i = _forward_inner(
         acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids,
         indices + first_index, block_size, batch, row0, rho_0, head // group, rate, outer, begin,
-        middle, outer_end, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS, BLOCK_SPARSE and not CAUSAL,
-        0, TILE_N, TILE_D,
+        middle, outer_end, 0, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS,
+        BLOCK_SPARSE and not CAUSAL, 0, 0, TILE_N, TILE_D,
     )  # fmt: skip
     if DIAGONAL or not EVEN:
         acc, l_i, m_i = _forward_inner(
             acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids,
             indices, block_size, batch, row0, rho_0, head // group, rate, outer, edge, stop, stop,
-            scale_log2, False, BIASED, HAS_IDS, True, 1 if DIAGONAL else 0, TILE_N, TILE_D,
+            0, scale_log2, False, BIASED, HAS_IDS, True, 1 if DIAGONAL else 0, 0, TILE_N, TILE_D,
         )  # fmt: skip
     if SKIP_INNER and not CAUSAL:
         acc, l_i, m_i = _forward_inner(
             acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids,
             indices, block_size, batch, row0, rho_0, head // group, rate, outer, start + inner,
-            outer_end, outer_end, scale_log2, False, BIASED, HAS_IDS, True, 0, TILE_N, TILE_D,
+            outer_end, outer_end, 0, scale_log2, False, BIASED, HAS_IDS, True, 0, 0, TILE_N,
+            TILE_D,
         )  # fmt: skip
 
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
@@ -315,9 +324,9 @@ def _accumulate(
 @triton.jit
 def _dq_inner(
     acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v, k_ids, indices,
-    block_size, batch, row0, rho, head, rate, origin, start, stop, end, scale_log2,
+    block_size, batch, row0, rho, head, rate, origin, start, stop, end, span, scale_log2,
     BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
-    CAUSAL: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """dQ = dS K over the keys of the steps [start, stop) that are below `end`."""
     for i in tl.range(start, stop, TILE_N):
@@ -328,8 +337,8 @@ def _dq_inner(
         v_tile = _load_tile(v, batch, row0 + n, rho, head, TILE_N, TILE_D)
         k_id = tl.load(k_ids + col.to(tl.int64) * rate, mask=valid) if HAS_IDS else col
         qk = _scores(
-            q_tile, k_tile, row, col, q_id, k_id, q_log_count, k_log_count, valid, scale_log2,
-            BIASED, HAS_IDS, EDGE, CAUSAL,
+            q_tile, k_tile, row, col, q_id, k_id, q_log_count, k_log_count, valid, span,
+            scale_log2, BIASED, HAS_IDS, EDGE, CAUSAL, WINDOW,
         )  # fmt: skip
         p = tl.exp2(qk - lse_i[:, None])
         dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
@@ -389,22 +398,22 @@ def backward_dq(
     acc = _dq_inner(
         acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
         k_ids + ids, indices + first_index, block_size, batch, row0, rho_0, head // group, rate,
-        outer, begin, middle, outer_end, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS,
-        BLOCK_SPARSE and not CAUSAL, 0, TILE_N, TILE_D,
+        outer, begin, middle, outer_end, 0, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS,
+        BLOCK_SPARSE and not CAUSAL, 0, 0, TILE_N, TILE_D,
     )  # fmt: skip
     if DIAGONAL or not EVEN:
         acc = _dq_inner(
             acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
             k_ids + ids, indices, block_size, batch, row0, rho_0, head // group, rate, outer, edge,
-            stop, stop, scale_log2, False, BIASED, HAS_IDS, True, 1 if DIAGONAL else 0, TILE_N,
-            TILE_D,
+            stop, stop, 0, scale_log2, False, BIASED, HAS_IDS, True, 1 if DIAGONAL else 0, 0,
+            TILE_N, TILE_D,
         )  # fmt: skip
     if SKIP_INNER and not CAUSAL:
         acc = _dq_inner(
             acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
             k_ids + ids, indices, block_size, batch, row0, rho_0, head // group, rate, outer,
-            start + inner, outer_end, outer_end, scale_log2, False, BIASED, HAS_IDS, True, 0,
-            TILE_N, TILE_D,
+            start + inner, outer_end, outer_end, 0, scale_log2, False, BIASED, HAS_IDS, True, 0,
+            0, TILE_N, TILE_D,
         )  # fmt: skip
     _accumulate(
         acc * softmax_scale, dq, partial, dq_strides, partial_strides, batch, position,
@@ -415,9 +424,9 @@ def backward_dq(
 @triton.jit
 def _dkdv_inner(
     dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do, lse, delta, q_ids,
-    indices, block_size, batch, row0, rho, head, rate, origin, start, stop, end, scale_log2,
+    indices, block_size, batch, row0, rho, head, rate, origin, start, stop, end, span, scale_log2,
     BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
-    CAUSAL: tl.constexpr, TILE_M: tl.constexpr, TILE_D: tl.constexpr,
+    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_M: tl.constexpr, TILE_D: tl.constexpr,
 ):  # fmt: skip
     """dV = Pᵀ dO and dK = dSᵀ Q over the queries of the steps [start, stop) below `end`."""
     for i in tl.range(start, stop, TILE_M):
@@ -435,8 +444,8 @@ def _dkdv_inner(
             delta_i = tl.load(delta + position)
         q_id = tl.load(q_ids + position, mask=valid) if HAS_IDS else row
         qk = _scores(
-            k_tile, q_tile, col, row, k_id, q_id, k_log_count, q_log_count, valid, scale_log2,
-            BIASED, HAS_IDS, EDGE, CAUSAL,
+            k_tile, q_tile, col, row, k_id, q_id, k_log_count, q_log_count, valid, span,
+            scale_log2, BIASED, HAS_IDS, EDGE, CAUSAL, WINDOW,
         )  # fmt: skip
         p = tl.exp2(qk - lse_i[None, :])
         dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision="ieee")
@@ -499,8 +508,8 @@ def backward_dkdv(
         dk_acc, dv_acc = _dkdv_inner(
             dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
             lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch,
-            row0, rho_0, head, rate, outer, begin, middle, middle, scale_log2, False, BIASED,
-            HAS_IDS, True, 2, TILE_M, TILE_D,
+            row0, rho_0, head, rate, outer, begin, middle, middle, 0, scale_log2, False, BIASED,
+            HAS_IDS, True, 2, 0, TILE_M, TILE_D,
         )  # fmt: skip
         begin = middle
     if BLOCK_SPARSE:
@@ -513,22 +522,22 @@ def backward_dkdv(
     dk_acc, dv_acc = _dkdv_inner(
         dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
         lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch, row0,
-        rho_0, head, rate, outer, begin, last, outer_end, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS,
-        BLOCK_SPARSE, 0, TILE_M, TILE_D,
+        rho_0, head, rate, outer, begin, last, outer_end, 0, scale_log2, BLOCK_SPARSE, BIASED,
+        HAS_IDS, BLOCK_SPARSE, 0, 0, TILE_M, TILE_D,
     )  # fmt: skip
     if not BLOCK_SPARSE and not EVEN:
         dk_acc, dv_acc = _dkdv_inner(
             dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
             lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch,
-            row0, rho_0, head, rate, outer, last, outer_end, outer_end, scale_log2, False, BIASED,
-            HAS_IDS, True, 0, TILE_M, TILE_D,
+            row0, rho_0, head, rate, outer, last, outer_end, outer_end, 0, scale_log2, False,
+            BIASED, HAS_IDS, True, 0, 0, TILE_M, TILE_D,
         )  # fmt: skip
     if SKIP_INNER and not CAUSAL:
         dk_acc, dv_acc = _dkdv_inner(
             dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
             lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch,
-            row0, rho_0, head, rate, outer, outer, start, start, scale_log2, False, BIASED,
-            HAS_IDS, True, 0, TILE_M, TILE_D,
+            row0, rho_0, head, rate, outer, outer, start, start, 0, scale_log2, False, BIASED,
+            HAS_IDS, True, 0, 0, TILE_M, TILE_D,
         )  # fmt: skip
     _accumulate(
         dk_acc * softmax_scale, dk, partial_k, dk_strides, partial_strides, batch, position,

@@ -25,7 +25,9 @@ PARTIAL_BYTES = 128 << 20
 """Of each float32 buffer that merges branches; longer sequences are processed slab by slab."""
 
 
-def tiles_of(kernel: str, head_dim: int, dtype: torch.dtype, block: int = 0) -> Tiles:
+def tiles_of(
+    kernel: str, head_dim: int, dtype: torch.dtype, block: int = 0, branches: int = 1
+) -> Tiles:
     """The fastest tiles of those tried on an H200 for head_dim 64 and 128; others merely fit.
 
     They divide `block`, the block size of a block-sparse pattern, unless it is 0.
@@ -36,7 +38,7 @@ def tiles_of(kernel: str, head_dim: int, dtype: torch.dtype, block: int = 0) -> 
     if head_dim <= 64:
         return {
             "forward": Tiles(128, 128, 4, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
-            "backward_dq": Tiles(64, 64 if block else 32, 4, 3),
+            "backward_dq": Tiles(64, 64 if block or branches == 1 else 32, 4, 3),
             "backward_dkdv": Tiles(32, 64, 4, 3),
         }[kernel]
     if head_dim <= 128:
@@ -153,10 +155,6 @@ class _Call:
         return math.lcm(*(r for _, r in self.branches))
 
     @cached_property
-    def padded_dim(self) -> int:
-        return max(16, 1 << (self.head_dim - 1).bit_length())
-
-    @cached_property
     def slabs(self) -> list[slice]:
         """Token ranges that no pair leaves, as long as the partial buffers allow."""
         reach = math.lcm(self.schedule.reach, 4)  # keeps the rows of lse in every slab aligned
@@ -165,11 +163,16 @@ class _Call:
         starts = range(0, self.tokens, step)
         return [slice(start, min(start + step, self.tokens)) for start in starts]
 
+    @cached_property
+    def has_partial(self) -> bool:
+        return len(self.schedule.branches) > 1 or not self.schedule.is_nested
+
     def groups(self, starts: tuple[int, ...]) -> tuple[DocumentGroup, ...]:
-        """Documents whose partial buffers are allocated together."""
+        """Documents whose partial buffers are allocated together; all if there are none."""
         rate = self.schedule.partial_rate
         per_token = 4 * self.heads * self.head_dim // rate
-        return document_groups(starts, self.tokens, rate, PARTIAL_BYTES // max(1, per_token))
+        fit = PARTIAL_BYTES // max(1, per_token) if self.has_partial else self.tokens
+        return document_groups(starts, self.tokens, rate, fit)
 
     def padded(self, slab: slice) -> slice:
         """The slab of the inputs, whose length is padded to a multiple of every rate."""
@@ -180,9 +183,8 @@ class _Call:
 
         With a group of documents, every partial_rate-th token of each of them.
         """
-        needed = len(self.schedule.branches) > 1 or not self.schedule.is_nested
-        rows = -(-tokens // self.schedule.partial_rate) if needed else 0
-        if group is not None and needed:
+        rows = -(-tokens // self.schedule.partial_rate) if self.has_partial else 0
+        if group is not None and self.has_partial:
             rows = int(group.partial_begins[-1])
         new = torch.empty if self.schedule.is_nested else torch.zeros
         shape = (self.batch, rows, self.heads, self.head_dim)
@@ -215,7 +217,7 @@ class _Call:
     def tiles(self, name: str) -> tuple[Tiles, int, int]:
         """The tiles of a kernel: the rows of a program's own tile, and of those it steps over."""
         block = 0 if self.blocks is None else self.blocks.block_size
-        tiles = tiles_of(name, self.head_dim, self.dtype, block)
+        tiles = tiles_of(name, self.head_dim, self.dtype, block, len(self.branches))
         if name == "backward_dkdv":
             return tiles, tiles.keys, tiles.queries
         return tiles, tiles.queries, tiles.keys
@@ -280,29 +282,54 @@ def _launches(
             "HAS_IDS": call.has_ids,
             "HAS_DOCUMENTS": call.has_documents,
             "HEAD_DIM": call.head_dim,
-            "TILE_D": call.padded_dim,
+            "TILE_D": padded_dim(call.head_dim),
             "TILE_M": tiles.queries,
             "TILE_N": tiles.keys,
         }
         programs = -(-rows // length) * -(-length // tile)
         grid = (None if call.has_documents else programs, call.batch * call.heads)
-        kernel, tile_shape = getattr(branch_kernels, name), (branch.rate, step, call.padded_dim)
+        kernel, tile_shape = (
+            getattr(branch_kernels, name),
+            (branch.rate, step, padded_dim(call.head_dim)),
+        )
         launches.append(Launch(kernel, grid, scalars, constants, tiles, tile_shape))
     return launches
 
 
 @lru_cache(maxsize=64)
 def _preprocess(
-    call: _Call, strides: tuple[tuple[int, ...], ...], row_strides: tuple[int, int]
-) -> Launch:
-    scalars = (*strides, *row_strides, call.tokens, call.heads)
-    constants = {"HEAD_DIM": call.head_dim, "TILE_D": call.padded_dim, "TILE": 64}
-    grid = (-(-call.tokens // 64), call.batch * call.heads)
+    shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], row_strides: tuple[int, int],
+    dtype: torch.dtype, device: torch.device,
+) -> Launch:  # fmt: skip
+    batch, tokens, heads, head_dim = shape
+    scalars = (*strides, *row_strides, tokens, heads)
+    constants = {"HEAD_DIM": head_dim, "TILE_D": padded_dim(head_dim), "TILE": 64}
+    grid = (-(-tokens // 64), batch * heads)
     kernel = branch_kernels.backward_preprocess
     return Launch(kernel, grid, scalars, constants, Tiles(64, 64, 4, 1))
 
 
-def _kernel_input(x: Tensor, multiple: int) -> Tensor:
+def preprocess(do: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """delta and safe_lse of `branch.backward_preprocess`: (batch, heads, tokens).
+
+    do, out (batch, tokens, heads, head_dim), of which `do` may have more tokens; `lse` as they are.
+    """
+    out, lse = kernel_input(out, 1), lse.contiguous()
+    batch, heads, tokens = lse.shape
+    rows = batch, heads, -(-tokens // 16) * 16  # the kernels read aligned rows
+    delta, safe_lse = (lse.new_empty(rows)[..., :tokens] for _ in range(2))
+    strides, row_strides = (out.stride()[:3], do.stride()[:3]), (lse.stride(1), delta.stride(1))
+    launch = _preprocess(tuple(out.shape), strides, row_strides, out.dtype, out.device)
+    launch(out, do, lse, delta, safe_lse)
+    return delta, safe_lse
+
+
+def padded_dim(head_dim: int) -> int:
+    """The power of two to which kernels pad rows of `head_dim` elements."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def kernel_input(x: Tensor, multiple: int) -> Tensor:
     """`x` with rows of aligned 16-byte units, padded to a multiple of tokens; copied if needed."""
     unit = 16 // x.element_size()
     b, n, h, d = x.stride()
@@ -342,7 +369,7 @@ def forward(
     out = call.new_result()
     shape = (call.batch, call.heads, call.tokens)
     lse = torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
-    q, k, v = (_kernel_input(x, call.unit) for x in (q, k, v))
+    q, k, v = (kernel_input(x, call.unit) for x in (q, k, v))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]  # where Triton launches
         for group in call.groups(starts) if starts else ():
             _forward_slab(call, q, k, v, out, lse, *(ids or (lse, lse)), group)
@@ -416,14 +443,9 @@ def backward(
     """The gradients of q, k and v, given that of the output, `do`, and the results of `forward`."""
     call = _call_of(q, k, ids, pattern, is_causal, scale, bool(starts))
     dq, dk, dv = call.new_result(), call.new_result(), call.new_result()
-    q, k, v, do = (_kernel_input(x, call.unit) for x in (q, k, v, do))
-    out, lse = _kernel_input(out, 1), lse.contiguous()
-    rows = call.batch, call.heads, -(-call.tokens // 16) * 16  # the kernels read aligned rows
-    delta, safe_lse = (lse.new_empty(rows)[..., : call.tokens] for _ in range(2))
+    q, k, v, do = (kernel_input(x, call.unit) for x in (q, k, v, do))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
-        strides = out.stride()[:3], do.stride()[:3]
-        row_strides = lse.stride(1), delta.stride(1)
-        _preprocess(call, strides, row_strides)(out, do, lse, delta, safe_lse)
+        delta, safe_lse = preprocess(do, out, lse)
         if call.has_block_sparse_backward:
             assert call.blocks is not None
             block_sparse.backward(q, k, v, do, safe_lse, delta, dq, dk, dv, call.blocks, call.scale)
