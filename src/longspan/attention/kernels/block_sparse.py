@@ -224,7 +224,7 @@ def backward(
 
 
 def _dkdv_inputs(call: _Call, q: Tensor, k: Tensor, v: Tensor, do: Tensor) -> tuple[Any, ...]:
-    """q, k, v and dO for backward_dkdv: in Triton k and v stay tensors, see `branch._load_tile`."""
+    """q, k, v and dO for backward_dkdv: in Triton k and v stay tensors, see `loops.load_tile`."""
     tiles, dims, is_gluon = call.dkdv_tiles, call.head_dim, call.is_gluon
     q_desc, do_desc = (_descriptor(x, [tiles.queries, dims], is_gluon) for x in (q, do))
     if is_gluon:

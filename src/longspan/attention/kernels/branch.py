@@ -35,12 +35,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from longspan.attention.kernels.loops import (
+    SHAPES,
+    dkdv_inner,
+    dq_inner,
+    forward_inner,
+    pointers,
+)
+
 # mypy: ignore-errors
-
-
-SHAPES = ("lse_stride", "id_stride")
-"""Arguments that differ from one input to the next. Triton would compile a kernel again whenever
-one of them becomes 1 or a multiple of 16, or ceases to be. Strides are always multiples of 16."""
 
 
 @triton.jit
@@ -71,67 +74,12 @@ def _work_item(work, tokens, HAS_DOCUMENTS: tl.constexpr, REVERSED: tl.constexpr
 
 
 @triton.jit
-def _pointers(base, strides, batch, position, head, TILE_D: tl.constexpr):
-    """Pointers to rows of a (batch, tokens, heads, dims) tensor: (rows, TILE_D)."""
-    rows = base + batch.to(tl.int64) * strides[0] + head.to(tl.int64) * strides[2]
-    return rows + position.to(tl.int64)[:, None] * strides[1] + tl.arange(0, TILE_D)[None, :]
-
-
-@triton.jit
-def _load_tile(desc, batch, row, rho, head, TILE: tl.constexpr, TILE_D: tl.constexpr):
-    """TILE rows of a descriptor as (TILE, TILE_D).
-
-    For the operand that changes within a loop. The constant one is read by plain loads: Triton 3.6
-    would keep it in registers if loaded from a descriptor, and the second tile would read garbage.
-    """
-    return desc.load([batch, row, rho, head, 0]).reshape(TILE, TILE_D)
-
-
-@triton.jit
-def _step_row(i, origin, indices, block_size, BLOCK_SPARSE: tl.constexpr):
-    """The first row of step i of a loop: i itself, or as the block index says."""
-    if BLOCK_SPARSE:
-        i = origin + tl.load(indices + i // block_size) * block_size + i % block_size
-    return i
-
-
-@triton.jit
 def _log_counts(row, shift, RATIOS: tl.constexpr):
     """log2 of the number of branches, from this one outwards, that keep each row."""
     count = tl.full(row.shape, 1.0, tl.float32)
     for j in tl.static_range(len(RATIOS)):
         count += tl.where((row + shift) % RATIOS[j] == 0, 1.0, 0.0)
     return tl.log2(count)
-
-
-@triton.jit
-def _scores(
-    a, b, row_a, row_b, id_a, id_b, log_count_a, log_count_b, valid_b, span, scale_log2,
-    BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr, CAUSAL: tl.constexpr,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Base-2 scores of the rows `a` (a, dims) with the rows `b`: (a, b); unseen pairs are -inf.
-
-    CAUSAL is 1 if `a` are queries, 2 if `b` are, 0 without causality. WINDOW is 1 if only pairs
-    whose rows are at most `span` apart are seen, 2 if only the others are.
-    """
-    qk = tl.dot(a, tl.trans(b), input_precision="ieee") * scale_log2
-    if BIASED:
-        qk += tl.minimum(log_count_a[:, None], log_count_b[None, :])
-    if EDGE:
-        seen = valid_b[None, :]
-        if CAUSAL == 1:
-            seen = seen & (row_b[None, :] <= row_a[:, None])
-        if CAUSAL == 2:
-            seen = seen & (row_b[None, :] >= row_a[:, None])
-        if WINDOW == 1:
-            seen = seen & (tl.abs(row_a[:, None] - row_b[None, :]) <= span)
-        if WINDOW == 2:
-            seen = seen & (tl.abs(row_a[:, None] - row_b[None, :]) > span)
-        qk = tl.where(seen, qk, float("-inf"))
-    if HAS_IDS:
-        qk = tl.where(id_a[:, None] == id_b[None, :], qk, float("-inf"))
-    return qk
 
 
 @triton.jit
@@ -163,37 +111,6 @@ def _key_range(
     return begin, middle, edge, stop, first_index
 
 
-@triton.jit
-def _forward_inner(
-    acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids, indices, block_size,
-    batch, row0, rho, head, rate, origin, start, stop, end, span, scale_log2,
-    BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
-):  # fmt: skip
-    """Online softmax over the keys of the steps [start, stop) that are below `end`."""
-    for i in tl.range(start, stop, TILE_N):
-        n = _step_row(i, origin, indices, block_size, BLOCK_SPARSE)
-        col = n + tl.arange(0, TILE_N)
-        valid = col < end
-        k_tile = _load_tile(k, batch, row0 + n, rho, head, TILE_N, TILE_D)
-        k_id = tl.load(k_ids + col.to(tl.int64) * rate, mask=valid) if HAS_IDS else col
-        qk = _scores(
-            q_tile, k_tile, row, col, q_id, k_id, q_log_count, k_log_count, valid, span,
-            scale_log2, BIASED, HAS_IDS, EDGE, CAUSAL, WINDOW,
-        )  # fmt: skip
-        m_new = tl.maximum(m_i, tl.max(qk, 1))
-        # A row may see nothing so far.
-        UNSEEN: tl.constexpr = HAS_IDS or WINDOW > 0
-        m_safe = tl.where(m_new == float("-inf"), 0.0, m_new) if UNSEEN else m_new
-        p = tl.exp2(qk - m_safe[:, None])
-        alpha = tl.exp2(m_i - m_safe)
-        l_i = l_i * alpha + tl.sum(p, 1)
-        v_tile = _load_tile(v, batch, row0 + n, rho, head, TILE_N, TILE_D)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * alpha[:, None], input_precision="ieee")
-        m_i = m_new
-    return acc, l_i, m_i
-
-
 @triton.jit(do_not_specialize=SHAPES)
 def forward(
     q, k, v, out, partial, lse, q_ids, k_ids, offsets, indices, work,
@@ -223,10 +140,10 @@ def forward(
     partial_row = partial_base + (rho + row * rate) // partial_rate
     in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
     lse_rows = lse + tl.program_id(1).to(tl.int64) * lse_stride + position
-    partial_rows = _pointers(partial, partial_strides, batch, partial_row, head, TILE_D)
+    partial_rows = pointers(partial, partial_strides, batch, partial_row, head, TILE_D)
     ids = batch.to(tl.int64) * id_stride + base + rho
 
-    q_rows = _pointers(q, q_strides, batch, position, head, TILE_D)
+    q_rows = pointers(q, q_strides, batch, position, head, TILE_D)
     q_tile = tl.load(q_rows, mask=in_bounds, other=0.0)
     q_id = tl.load(q_ids + ids + row * rate, mask=valid) if HAS_IDS else row
     if FIRST:
@@ -248,20 +165,20 @@ def forward(
         first, start, end, outer, offsets, block_size, SKIP_INNER, CAUSAL, BLOCK_SPARSE, TILE_M,
         TILE_N,
     )  # fmt: skip
-    acc, l_i, m_i = _forward_inner(
+    acc, l_i, m_i = forward_inner(
         acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids,
         indices + first_index, block_size, batch, row0, rho_0, head // group, rate, outer, begin,
         middle, outer_end, 0, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS,
         BLOCK_SPARSE and not CAUSAL, 0, 0, TILE_N, TILE_D,
     )  # fmt: skip
     if DIAGONAL or not EVEN:
-        acc, l_i, m_i = _forward_inner(
+        acc, l_i, m_i = forward_inner(
             acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids,
             indices, block_size, batch, row0, rho_0, head // group, rate, outer, edge, stop, stop,
             0, scale_log2, False, BIASED, HAS_IDS, True, 1 if DIAGONAL else 0, 0, TILE_N, TILE_D,
         )  # fmt: skip
     if SKIP_INNER and not CAUSAL:
-        acc, l_i, m_i = _forward_inner(
+        acc, l_i, m_i = forward_inner(
             acc, l_i, m_i, q_tile, row, q_id, q_log_count, k_log_count, k, v, k_ids + ids,
             indices, block_size, batch, row0, rho_0, head // group, rate, outer, start + inner,
             outer_end, outer_end, 0, scale_log2, False, BIASED, HAS_IDS, True, 0, 0, TILE_N,
@@ -271,7 +188,7 @@ def forward(
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
     tl.store(lse_rows, m_i + tl.log2(l_i), mask=valid)
     if LAST:
-        out_rows = _pointers(out, out_strides, batch, position, head, TILE_D)
+        out_rows = pointers(out, out_strides, batch, position, head, TILE_D)
         tl.store(out_rows, acc.to(out.dtype.element_ty), mask=in_bounds)
     else:
         tl.store(partial_rows, acc, mask=in_bounds)
@@ -288,9 +205,9 @@ def backward_preprocess(
     row = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = row < tokens
     in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
-    out_rows = _pointers(out, out_strides, batch, row, head, TILE_D)
+    out_rows = pointers(out, out_strides, batch, row, head, TILE_D)
     out_tile = tl.load(out_rows, mask=in_bounds, other=0.0).to(tl.float32)
-    do_rows = _pointers(do, do_strides, batch, row, head, TILE_D)
+    do_rows = pointers(do, do_strides, batch, row, head, TILE_D)
     do_tile = tl.load(do_rows, mask=in_bounds, other=0.0).to(tl.float32)
     lse_i = tl.load(lse + tl.program_id(1).to(tl.int64) * lse_stride + row, mask=valid)
     offset = tl.program_id(1).to(tl.int64) * delta_stride + row
@@ -308,43 +225,17 @@ def _accumulate(
 
     In a nested pattern (RATIOS) they have written only the rows they keep, else all rows.
     """
-    partial_rows = _pointers(partial, partial_strides, batch, partial_row, head, TILE_D)
+    partial_rows = pointers(partial, partial_strides, batch, partial_row, head, TILE_D)
     if not FIRST:
         has_partial = in_bounds
         if len(RATIOS) > 0:
             has_partial = has_partial & ((row + shift) % RATIOS[0] == 0)[:, None]
         acc += tl.load(partial_rows, mask=has_partial, other=0.0)
     if LAST:
-        rows = _pointers(grad, grad_strides, batch, position, head, TILE_D)
+        rows = pointers(grad, grad_strides, batch, position, head, TILE_D)
         tl.store(rows, acc.to(grad.dtype.element_ty), mask=in_bounds)
     else:
         tl.store(partial_rows, acc, mask=in_bounds)
-
-
-@triton.jit
-def _dq_inner(
-    acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v, k_ids, indices,
-    block_size, batch, row0, rho, head, rate, origin, start, stop, end, span, scale_log2,
-    BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_N: tl.constexpr, TILE_D: tl.constexpr,
-):  # fmt: skip
-    """dQ = dS K over the keys of the steps [start, stop) that are below `end`."""
-    for i in tl.range(start, stop, TILE_N):
-        n = _step_row(i, origin, indices, block_size, BLOCK_SPARSE)
-        col = n + tl.arange(0, TILE_N)
-        valid = col < end
-        k_tile = _load_tile(k, batch, row0 + n, rho, head, TILE_N, TILE_D)
-        v_tile = _load_tile(v, batch, row0 + n, rho, head, TILE_N, TILE_D)
-        k_id = tl.load(k_ids + col.to(tl.int64) * rate, mask=valid) if HAS_IDS else col
-        qk = _scores(
-            q_tile, k_tile, row, col, q_id, k_id, q_log_count, k_log_count, valid, span,
-            scale_log2, BIASED, HAS_IDS, EDGE, CAUSAL, WINDOW,
-        )  # fmt: skip
-        p = tl.exp2(qk - lse_i[:, None])
-        dp = tl.dot(do_tile, tl.trans(v_tile), input_precision="ieee")
-        ds = p * (dp - delta_i[:, None])
-        acc = tl.dot(ds.to(k_tile.dtype), k_tile, acc, input_precision="ieee")
-    return acc
 
 
 @triton.jit(do_not_specialize=SHAPES)
@@ -378,9 +269,9 @@ def backward_dq(
     lse_offset = tl.program_id(1).to(tl.int64) * delta_stride + position
     ids = batch.to(tl.int64) * id_stride + base + rho
 
-    q_rows = _pointers(q, q_strides, batch, position, head, TILE_D)
+    q_rows = pointers(q, q_strides, batch, position, head, TILE_D)
     q_tile = tl.load(q_rows, mask=in_bounds, other=0.0)
-    do_rows = _pointers(do, do_strides, batch, position, head, TILE_D)
+    do_rows = pointers(do, do_strides, batch, position, head, TILE_D)
     do_tile = tl.load(do_rows, mask=in_bounds, other=0.0)
     lse_i = tl.load(lse + lse_offset, mask=valid, other=float("inf"))
     delta_i = tl.load(delta + lse_offset, mask=valid, other=0.0)
@@ -395,21 +286,21 @@ def backward_dq(
         first, start, end, outer, offsets, block_size, SKIP_INNER, CAUSAL, BLOCK_SPARSE, TILE_M,
         TILE_N,
     )  # fmt: skip
-    acc = _dq_inner(
+    acc = dq_inner(
         acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
         k_ids + ids, indices + first_index, block_size, batch, row0, rho_0, head // group, rate,
         outer, begin, middle, outer_end, 0, scale_log2, BLOCK_SPARSE, BIASED, HAS_IDS,
         BLOCK_SPARSE and not CAUSAL, 0, 0, TILE_N, TILE_D,
     )  # fmt: skip
     if DIAGONAL or not EVEN:
-        acc = _dq_inner(
+        acc = dq_inner(
             acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
             k_ids + ids, indices, block_size, batch, row0, rho_0, head // group, rate, outer, edge,
             stop, stop, 0, scale_log2, False, BIASED, HAS_IDS, True, 1 if DIAGONAL else 0, 0,
             TILE_N, TILE_D,
         )  # fmt: skip
     if SKIP_INNER and not CAUSAL:
-        acc = _dq_inner(
+        acc = dq_inner(
             acc, q_tile, do_tile, row, q_id, q_log_count, lse_i, delta_i, k_log_count, k, v,
             k_ids + ids, indices, block_size, batch, row0, rho_0, head // group, rate, outer,
             start + inner, outer_end, outer_end, 0, scale_log2, False, BIASED, HAS_IDS, True, 0,
@@ -419,40 +310,6 @@ def backward_dq(
         acc * softmax_scale, dq, partial, dq_strides, partial_strides, batch, position,
         partial_row, head, row, shift, in_bounds, RATIOS, FIRST, LAST, TILE_D,
     )  # fmt: skip
-
-
-@triton.jit
-def _dkdv_inner(
-    dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do, lse, delta, q_ids,
-    indices, block_size, batch, row0, rho, head, rate, origin, start, stop, end, span, scale_log2,
-    BLOCK_SPARSE: tl.constexpr, BIASED: tl.constexpr, HAS_IDS: tl.constexpr, EDGE: tl.constexpr,
-    CAUSAL: tl.constexpr, WINDOW: tl.constexpr, TILE_M: tl.constexpr, TILE_D: tl.constexpr,
-):  # fmt: skip
-    """dV = Pᵀ dO and dK = dSᵀ Q over the queries of the steps [start, stop) below `end`."""
-    for i in tl.range(start, stop, TILE_M):
-        m = _step_row(i, origin, indices, block_size, BLOCK_SPARSE)
-        row = m + tl.arange(0, TILE_M)
-        valid = row < end
-        position = row * rate
-        q_tile = _load_tile(q, batch, row0 + m, rho, head, TILE_M, TILE_D)
-        do_tile = _load_tile(do, batch, row0 + m, rho, head, TILE_M, TILE_D)
-        if EDGE:
-            lse_i = tl.load(lse + position, mask=valid, other=float("inf"))
-            delta_i = tl.load(delta + position, mask=valid, other=0.0)
-        else:
-            lse_i = tl.load(lse + position)
-            delta_i = tl.load(delta + position)
-        q_id = tl.load(q_ids + position, mask=valid) if HAS_IDS else row
-        qk = _scores(
-            k_tile, q_tile, col, row, k_id, q_id, k_log_count, q_log_count, valid, span,
-            scale_log2, BIASED, HAS_IDS, EDGE, CAUSAL, WINDOW,
-        )  # fmt: skip
-        p = tl.exp2(qk - lse_i[None, :])
-        dv_acc = tl.dot(p.to(do_tile.dtype), do_tile, dv_acc, input_precision="ieee")
-        dp = tl.dot(v_tile, tl.trans(do_tile), input_precision="ieee")
-        ds = p * (dp - delta_i[None, :])
-        dk_acc = tl.dot(ds.to(q_tile.dtype), q_tile, dk_acc, input_precision="ieee")
-    return dk_acc, dv_acc
 
 
 @triton.jit(do_not_specialize=SHAPES)
@@ -486,9 +343,9 @@ def backward_dkdv(
     lse_offset = tl.program_id(1).to(tl.int64) * delta_stride + base + rho
     ids = batch.to(tl.int64) * id_stride + base + rho
 
-    k_rows = _pointers(k, k_strides, batch, position, head // group, TILE_D)
+    k_rows = pointers(k, k_strides, batch, position, head // group, TILE_D)
     k_tile = tl.load(k_rows, mask=in_bounds, other=0.0)
-    v_rows = _pointers(v, v_strides, batch, position, head // group, TILE_D)
+    v_rows = pointers(v, v_strides, batch, position, head // group, TILE_D)
     v_tile = tl.load(v_rows, mask=in_bounds, other=0.0)
     k_id = tl.load(k_ids + ids + col * rate, mask=valid) if HAS_IDS else col
     BIASED: tl.constexpr = len(RATIOS) > 0
@@ -505,7 +362,7 @@ def backward_dkdv(
         after = first + TILE_N - outer
         STEP = block_size if BLOCK_SPARSE else TILE_M
         middle = tl.minimum(outer + tl.cdiv(after, STEP) * STEP, outer_end)
-        dk_acc, dv_acc = _dkdv_inner(
+        dk_acc, dv_acc = dkdv_inner(
             dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
             lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch,
             row0, rho_0, head, rate, outer, begin, middle, middle, 0, scale_log2, False, BIASED,
@@ -519,21 +376,21 @@ def backward_dkdv(
         begin, last = 0, (tl.load(offsets + block_row + 1) - first_index).to(tl.int32) * block_size
     else:
         last = begin + (outer_end - begin) // TILE_M * TILE_M
-    dk_acc, dv_acc = _dkdv_inner(
+    dk_acc, dv_acc = dkdv_inner(
         dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
         lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch, row0,
         rho_0, head, rate, outer, begin, last, outer_end, 0, scale_log2, BLOCK_SPARSE, BIASED,
         HAS_IDS, BLOCK_SPARSE, 0, 0, TILE_M, TILE_D,
     )  # fmt: skip
     if not BLOCK_SPARSE and not EVEN:
-        dk_acc, dv_acc = _dkdv_inner(
+        dk_acc, dv_acc = dkdv_inner(
             dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
             lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch,
             row0, rho_0, head, rate, outer, last, outer_end, outer_end, 0, scale_log2, False,
             BIASED, HAS_IDS, True, 0, 0, TILE_M, TILE_D,
         )  # fmt: skip
     if SKIP_INNER and not CAUSAL:
-        dk_acc, dv_acc = _dkdv_inner(
+        dk_acc, dv_acc = dkdv_inner(
             dk_acc, dv_acc, k_tile, v_tile, col, k_id, k_log_count, q_log_count, q, do,
             lse + lse_offset, delta + lse_offset, q_ids + ids, indices, block_size, batch,
             row0, rho_0, head, rate, outer, outer, start, start, 0, scale_log2, False, BIASED,

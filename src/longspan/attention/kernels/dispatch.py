@@ -3,112 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from longspan.attention.kernels import block_sparse
 from longspan.attention.kernels import branch as branch_kernels
 from longspan.attention.kernels.block_index import block_index
 from longspan.attention.kernels.block_sparse import LOG2_E
 from longspan.attention.kernels.documents import DocumentGroup, document_groups, work_table
+from longspan.attention.kernels.inputs import kernel_input, padded_dim, preprocess, tiles_of
 from longspan.attention.kernels.launch import Launch, Tiles, launch_all
+from longspan.attention.kernels.schedule import Branch, BranchSchedule, schedule_branches
 from longspan.attention.pattern import BlockSparse, Dilated, Pattern
 
 PARTIAL_BYTES = 128 << 20
 """Of each float32 buffer that merges branches; longer sequences are processed slab by slab."""
-
-
-def tiles_of(
-    kernel: str, head_dim: int, dtype: torch.dtype, block: int = 0, branches: int = 1
-) -> Tiles:
-    """The fastest tiles of those tried on an H200 for head_dim 64 and 128; others merely fit.
-
-    They divide `block`, the block size of a block-sparse pattern, unless it is 0.
-    """
-    if dtype == torch.float32:
-        return Tiles(32, 32, 4, 1)
-    has_wide_blocks = block > 0 and block % 128 == 0
-    if head_dim <= 64:
-        return {
-            "forward": Tiles(128, 128, 4, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
-            "backward_dq": Tiles(64, 64 if block or branches == 1 else 32, 4, 3),
-            "backward_dkdv": Tiles(32, 64, 4, 3),
-        }[kernel]
-    if head_dim <= 128:
-        return {
-            "forward": Tiles(128, 64, 4, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
-            "backward_dq": Tiles(64, 64, 4, 2) if block else Tiles(128, 64, 8, 3),
-            "backward_dkdv": Tiles(64, 64, 4, 2) if block else Tiles(32, 64, 4, 3),
-        }[kernel]
-    return Tiles(32, 64, 8, 1) if kernel == "backward_dkdv" else Tiles(64, 32, 8, 2)
-
-
-@dataclass(frozen=True)
-class Branch:
-    """One branch for the kernels: lengths in rows, and its relation to the other branches."""
-
-    rate: int
-    segment: int
-    inner: int  # rows of the inner segments whose pairs it skips; 0 if it visits all pairs
-    ratios: tuple[int, ...]  # the outer branches' rates over its own
-    is_first: bool
-    is_last: bool
-
-
-@dataclass(frozen=True)
-class BranchSchedule:
-    """The branches from the sparsest to the densest.
-
-    In a nested schedule each branch keeps only positions that the next one keeps: partial results
-    of every `partial_rate`-th position are enough, and the last branch writes the result.
-    """
-
-    branches: tuple[Branch, ...]
-    is_nested: bool
-    partial_rate: int
-    reach: int  # the longest segment: no pair is further apart
-
-    def writes_every_row(self) -> bool:
-        return self.is_nested and self.branches[-1].rate == 1
-
-
-def schedule_branches(branches: Sequence[tuple[int, int]], has_blocks: bool) -> BranchSchedule:
-    """Order branches (segment length, rate); nested ones skip the pairs of inner branches.
-
-    Nested: every segment consists of whole inner ones, and every rate is a multiple of the inner
-    ones and divides every segment. A key's multiplicity must also repeat within a tile of 32.
-    """
-    dense_to_sparse = sorted(branches)
-    widest, sparsest = dense_to_sparse[-1]
-    pairs = list(pairwise(dense_to_sparse))
-    is_nested = (
-        all(w % v == 0 and r % s == 0 for (v, s), (w, r) in pairs)
-        and all(w % sparsest == 0 for w, _ in dense_to_sparse)
-        and 32 % (sparsest // dense_to_sparse[0][1]) == 0
-        and not (has_blocks and pairs)
-    )
-    last = len(dense_to_sparse) - 1
-    scheduled = tuple(
-        Branch(
-            rate=r,
-            segment=w // r,
-            inner=dense_to_sparse[i - 1][0] // r if is_nested and i > 0 else 0,
-            ratios=tuple(s // r for _, s in dense_to_sparse[i + 1 :]) if is_nested else (),
-            is_first=i == last,
-            is_last=is_nested and i == 0,
-        )
-        for i, (w, r) in enumerate(dense_to_sparse)
-    )[::-1]
-    partial_rate = dense_to_sparse[1][1] if is_nested and pairs else 1
-    reach = widest if is_nested else math.lcm(*(w for w, _ in branches))
-    return BranchSchedule(scheduled, is_nested, partial_rate, reach)
 
 
 @dataclass(frozen=True, eq=False)  # `_calls` makes one object of each kind: its hash is its address
@@ -294,49 +207,6 @@ def _launches(
         )
         launches.append(Launch(kernel, grid, scalars, constants, tiles, tile_shape))
     return launches
-
-
-@lru_cache(maxsize=64)
-def _preprocess(
-    shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...], row_strides: tuple[int, int],
-    dtype: torch.dtype, device: torch.device,
-) -> Launch:  # fmt: skip
-    batch, tokens, heads, head_dim = shape
-    scalars = (*strides, *row_strides, tokens, heads)
-    constants = {"HEAD_DIM": head_dim, "TILE_D": padded_dim(head_dim), "TILE": 64}
-    grid = (-(-tokens // 64), batch * heads)
-    kernel = branch_kernels.backward_preprocess
-    return Launch(kernel, grid, scalars, constants, Tiles(64, 64, 4, 1))
-
-
-def preprocess(do: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """delta and safe_lse of `branch.backward_preprocess`: (batch, heads, tokens).
-
-    do, out (batch, tokens, heads, head_dim), of which `do` may have more tokens; `lse` as they are.
-    """
-    out, lse = kernel_input(out, 1), lse.contiguous()
-    batch, heads, tokens = lse.shape
-    rows = batch, heads, -(-tokens // 16) * 16  # the kernels read aligned rows
-    delta, safe_lse = (lse.new_empty(rows)[..., :tokens] for _ in range(2))
-    strides, row_strides = (out.stride()[:3], do.stride()[:3]), (lse.stride(1), delta.stride(1))
-    launch = _preprocess(tuple(out.shape), strides, row_strides, out.dtype, out.device)
-    launch(out, do, lse, delta, safe_lse)
-    return delta, safe_lse
-
-
-def padded_dim(head_dim: int) -> int:
-    """The power of two to which kernels pad rows of `head_dim` elements."""
-    return max(16, 1 << (head_dim - 1).bit_length())
-
-
-def kernel_input(x: Tensor, multiple: int) -> Tensor:
-    """`x` with rows of aligned 16-byte units, padded to a multiple of tokens; copied if needed."""
-    unit = 16 // x.element_size()
-    b, n, h, d = x.stride()
-    if d != 1 or b % unit or n % unit or h % unit or x.data_ptr() % 16:
-        x = x.clone(memory_format=torch.contiguous_format)
-    rest = -x.shape[1] % multiple
-    return pad(x, (0, 0, 0, 0, 0, rest)) if rest else x
 
 
 def _call_of(

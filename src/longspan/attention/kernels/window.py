@@ -13,7 +13,7 @@ from torch import Tensor
 
 from longspan.attention.kernels import window_kernels
 from longspan.attention.kernels.block_sparse import LOG2_E
-from longspan.attention.kernels.dispatch import kernel_input, padded_dim, preprocess, tiles_of
+from longspan.attention.kernels.inputs import kernel_input, padded_dim, preprocess, tiles_of
 from longspan.attention.kernels.launch import Launch, launch_all
 from longspan.attention.kernels.spans import Span
 from longspan.attention.merge import attend_with_sinks

@@ -1,4 +1,4 @@
-"""Triton kernels of a sliding window with sinks and dilation, of which `branch` has the loops.
+"""Triton kernels of a sliding window with sinks and dilation; they share the loops of `branch`.
 
 Rows. With dilation d the positions p = ρ + d·t of a document are the rows t of its residue ρ: a
 window is `window` consecutive rows of the query's own residue. A program takes a tile of one
@@ -18,12 +18,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from longspan.attention.kernels.branch import (
+from longspan.attention.kernels.loops import (
     SHAPES,
-    _dkdv_inner,
-    _dq_inner,
-    _forward_inner,
-    _pointers,
+    dkdv_inner,
+    dq_inner,
+    forward_inner,
+    pointers,
 )
 
 # mypy: ignore-errors
@@ -80,7 +80,7 @@ def forward(
     valid = row < end
     position = query + rho + row * rate
     in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
-    q_tile = tl.load(_pointers(q, q_strides, batch, position, head, TILE_D), in_bounds, other=0.0)
+    q_tile = tl.load(pointers(q, q_strides, batch, position, head, TILE_D), in_bounds, other=0.0)
     q_id = tl.zeros([TILE_M], tl.int64)  # keys of another id are padding
     k_ids += batch.to(tl.int64) * id_stride
     near_ids = k_ids + key_row * rate + key_rho
@@ -90,17 +90,17 @@ def forward(
     MASK: tl.constexpr = 1 if CAUSAL else 0
 
     left, begin, middle, last = _key_range(first, end, first_key, span, CAUSAL, TILE_M, TILE_N)
-    acc, l_i, m_i = _forward_inner(
+    acc, l_i, m_i = forward_inner(
         acc, l_i, m_i, q_tile, row, q_id, 0, 0, k, v, near_ids, work, 1, batch, key_row, key_rho,
         head // group, rate, 0, left, begin, last, span, scale_log2, False, False, HAS_IDS, True,
         MASK, 1, TILE_N, TILE_D,
     )  # fmt: skip
-    acc, l_i, m_i = _forward_inner(
+    acc, l_i, m_i = forward_inner(
         acc, l_i, m_i, q_tile, row, q_id, 0, 0, k, v, near_ids, work, 1, batch, key_row, key_rho,
         head // group, rate, 0, begin, middle, last, span, scale_log2, False, False, HAS_IDS, False,
         0, 0, TILE_N, TILE_D,
     )  # fmt: skip
-    acc, l_i, m_i = _forward_inner(
+    acc, l_i, m_i = forward_inner(
         acc, l_i, m_i, q_tile, row, q_id, 0, 0, k, v, near_ids, work, 1, batch, key_row, key_rho,
         head // group, rate, 0, middle, last, last, span, scale_log2, False, False, HAS_IDS, True,
         MASK, 1, TILE_N, TILE_D,
@@ -110,7 +110,7 @@ def forward(
             rows, late, skipped = _sinks_of(
                 sigma, rho, first, stop, sinks, rate, span, CAUSAL, TILE_M
             )
-            acc, l_i, m_i = _forward_inner(
+            acc, l_i, m_i = forward_inner(
                 acc, l_i, m_i, q_tile, row - late, q_id, 0, 0, k, v, k_ids + sink + sigma, work, 1,
                 batch, (sink + sigma) // rate, (sink + sigma) % rate, head // group, rate, 0, 0,
                 rows, rows, skipped, scale_log2, False, False, HAS_IDS, True, MASK, 2, TILE_N,
@@ -120,7 +120,7 @@ def forward(
     acc = acc / tl.where(l_i > 0, l_i, 1.0)[:, None]
     lse_rows = lse + tl.program_id(1).to(tl.int64) * lse_stride + position
     tl.store(lse_rows, m_i + tl.log2(l_i), mask=valid)
-    out_rows = _pointers(out, out_strides, batch, position, head, TILE_D)
+    out_rows = pointers(out, out_strides, batch, position, head, TILE_D)
     tl.store(out_rows, acc.to(out.dtype.element_ty), mask=in_bounds)
 
 
@@ -138,8 +138,8 @@ def backward_dq(
     valid = row < end
     position = query + rho + row * rate
     in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
-    q_tile = tl.load(_pointers(q, q_strides, batch, position, head, TILE_D), in_bounds, other=0.0)
-    do_rows = _pointers(do, do_strides, batch, position, head, TILE_D)
+    q_tile = tl.load(pointers(q, q_strides, batch, position, head, TILE_D), in_bounds, other=0.0)
+    do_rows = pointers(do, do_strides, batch, position, head, TILE_D)
     do_tile = tl.load(do_rows, mask=in_bounds, other=0.0)
     lse_offset = tl.program_id(1).to(tl.int64) * delta_stride + position
     lse_i = tl.load(lse + lse_offset, mask=valid, other=float("inf"))
@@ -151,17 +151,17 @@ def backward_dq(
     MASK: tl.constexpr = 1 if CAUSAL else 0
 
     left, begin, middle, last = _key_range(first, end, first_key, span, CAUSAL, TILE_M, TILE_N)
-    acc = _dq_inner(
+    acc = dq_inner(
         acc, q_tile, do_tile, row, q_id, 0, lse_i, delta_i, 0, k, v, near_ids, work, 1, batch,
         key_row, key_rho, head // group, rate, 0, left, begin, last, span, scale_log2, False, False,
         HAS_IDS, True, MASK, 1, TILE_N, TILE_D,
     )  # fmt: skip
-    acc = _dq_inner(
+    acc = dq_inner(
         acc, q_tile, do_tile, row, q_id, 0, lse_i, delta_i, 0, k, v, near_ids, work, 1, batch,
         key_row, key_rho, head // group, rate, 0, begin, middle, last, span, scale_log2, False,
         False, HAS_IDS, False, 0, 0, TILE_N, TILE_D,
     )  # fmt: skip
-    acc = _dq_inner(
+    acc = dq_inner(
         acc, q_tile, do_tile, row, q_id, 0, lse_i, delta_i, 0, k, v, near_ids, work, 1, batch,
         key_row, key_rho, head // group, rate, 0, middle, last, last, span, scale_log2, False,
         False, HAS_IDS, True, MASK, 1, TILE_N, TILE_D,
@@ -171,13 +171,13 @@ def backward_dq(
             rows, late, skipped = _sinks_of(
                 sigma, rho, first, stop, sinks, rate, span, CAUSAL, TILE_M
             )
-            acc = _dq_inner(
+            acc = dq_inner(
                 acc, q_tile, do_tile, row - late, q_id, 0, lse_i, delta_i, 0, k, v,
                 k_ids + sink + sigma, work, 1, batch, (sink + sigma) // rate, (sink + sigma) % rate,
                 head // group, rate, 0, 0, rows, rows, skipped, scale_log2, False, False, HAS_IDS,
                 True, MASK, 2, TILE_N, TILE_D,
             )  # fmt: skip
-    dq_rows = _pointers(dq, dq_strides, batch, position, head, TILE_D)
+    dq_rows = pointers(dq, dq_strides, batch, position, head, TILE_D)
     tl.store(dq_rows, (acc * softmax_scale).to(dq.dtype.element_ty), mask=in_bounds)
 
 
@@ -188,8 +188,8 @@ def _load_keys(
 ):  # fmt: skip
     """Keys, values and ids of a tile."""
     in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
-    k_tile = tl.load(_pointers(k, k_strides, batch, position, head, TILE_D), in_bounds, other=0.0)
-    v_tile = tl.load(_pointers(v, v_strides, batch, position, head, TILE_D), in_bounds, other=0.0)
+    k_tile = tl.load(pointers(k, k_strides, batch, position, head, TILE_D), in_bounds, other=0.0)
+    v_tile = tl.load(pointers(v, v_strides, batch, position, head, TILE_D), in_bounds, other=0.0)
     ids = k_ids + batch.to(tl.int64) * id_stride + position
     k_id = tl.load(ids, mask=valid) if HAS_IDS else position
     return k_tile, v_tile, k_id
@@ -223,7 +223,7 @@ def backward_sinks(
     dk_acc = tl.zeros([TILE_N, TILE_D], tl.float32)
     dv_acc = tl.zeros([TILE_N, TILE_D], tl.float32)
     late = tl.where(sigma > rho, 1, 0)
-    dk_acc, dv_acc = _dkdv_inner(
+    dk_acc, dv_acc = dkdv_inner(
         dk_acc, dv_acc, k_tile, v_tile, col + late, k_id, 0, 0, q, do, lse + lse_offset,
         delta + lse_offset, k_ids, work, 1, batch, query_row, query_rho, head, rate, 0, begin,
         stop, stop, tl.where(sigma == rho, span, -1), scale_log2, False, False, False, True,
@@ -268,17 +268,17 @@ def backward_dkdv(
     last = tl.maximum(tl.minimum(first + span + 1, end_query) - middle, 0) // TILE_M * TILE_M
     last += middle
     MASK: tl.constexpr = 2 if CAUSAL else 0
-    dk_acc, dv_acc = _dkdv_inner(
+    dk_acc, dv_acc = dkdv_inner(
         dk_acc, dv_acc, k_tile, v_tile, col, k_id, 0, 0, q, do, lse, delta, k_ids, work, 1, batch,
         query_row, query_rho, head, rate, 0, begin, middle, stop, span, scale_log2, False, False,
         False, True, MASK, 1, TILE_M, TILE_D,
     )  # fmt: skip
-    dk_acc, dv_acc = _dkdv_inner(
+    dk_acc, dv_acc = dkdv_inner(
         dk_acc, dv_acc, k_tile, v_tile, col, k_id, 0, 0, q, do, lse, delta, k_ids, work, 1, batch,
         query_row, query_rho, head, rate, 0, middle, last, stop, span, scale_log2, False, False,
         False, False, 0, 0, TILE_M, TILE_D,
     )  # fmt: skip
-    dk_acc, dv_acc = _dkdv_inner(
+    dk_acc, dv_acc = dkdv_inner(
         dk_acc, dv_acc, k_tile, v_tile, col, k_id, 0, 0, q, do, lse, delta, k_ids, work, 1, batch,
         query_row, query_rho, head, rate, 0, last, stop, stop, span, scale_log2, False, False,
         False, True, MASK, 1, TILE_M, TILE_D,
@@ -287,7 +287,7 @@ def backward_dkdv(
     if HAS_IDS:  # padding has no gradient
         dk_acc = tl.where((k_id == 0)[:, None], dk_acc, 0.0)
         dv_acc = tl.where((k_id == 0)[:, None], dv_acc, 0.0)
-    dk_rows = _pointers(dk, dk_strides, batch, position, head, TILE_D)
+    dk_rows = pointers(dk, dk_strides, batch, position, head, TILE_D)
     tl.store(dk_rows, (dk_acc * softmax_scale).to(dk.dtype.element_ty), mask=in_bounds)
-    dv_rows = _pointers(dv, dk_strides, batch, position, head, TILE_D)
+    dv_rows = pointers(dv, dk_strides, batch, position, head, TILE_D)
     tl.store(dv_rows, dv_acc.to(dv.dtype.element_ty), mask=in_bounds)
