@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from longspan.attention import Window
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.hardware import cpu_device, devices
@@ -14,7 +15,7 @@ from longspan.planning.collective_time import collective_s, exposed_s
 from longspan.planning.communication import Traffic
 from longspan.planning.fitting import quantiles
 from longspan.planning.rates import RunRates, band_of, measured_rows
-from longspan.planning.run_time import predict
+from longspan.planning.run_time import attention_rate, predict
 from longspan.runfile import load_run
 
 H200 = devices()["h200"]
@@ -139,3 +140,10 @@ def test_cpu_processes_share_the_machine() -> None:
     four, one = predict(run, 4, cpu_device(4)), predict(run, 1, cpu_device(1))
     assert four.step_tokens == one.step_tokens
     assert cpu_device(4).flops["fp32"] * 4 == cpu_device(1).flops["fp32"]
+
+
+@pytest.mark.parametrize(("head_dim", "measured"), [(64, 278e12), (128, 358e12)])
+def test_the_rate_of_windows_is_about_the_measured_one(head_dim: int, measured: float) -> None:
+    """See docs/measurements.md: a window of 4,096 with 64 sinks on an H200."""
+    found = attention_rate(Window(4096, sinks=64), head_dim, RunRates()) * 989e12
+    assert found == pytest.approx(measured, rel=0.2)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from longspan.attention.pattern import Dense, Dilated, Pattern, patterns_of
+from longspan.attention.window import Window
 from longspan.config import Layout, Model, Run
 from longspan.constants import MUON_ITERATIONS
 from longspan.costs import count_adapters, count_parameters, linear_sizes, lora_rank_of, rank_of
@@ -243,8 +244,8 @@ def attention_rate(pattern: Pattern, head_dim: int, rates: RunRates) -> float:
     """The fraction of the peak that attention reaches."""
     if isinstance(pattern, Dense):
         rate = rates.dense
-    elif isinstance(pattern, Dilated) and pattern.blocks is None:
-        rate = rates.dilated
+    elif isinstance(pattern, Window) or (isinstance(pattern, Dilated) and pattern.blocks is None):
+        rate = rates.dilated  # they share the kernels' loops
     else:
         rate = rates.block_sparse
     return rate * head_dim / (head_dim + rates.half_head_dim)
