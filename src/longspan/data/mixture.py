@@ -10,6 +10,7 @@ has had its share to within one sample for each level of the tree.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -45,7 +46,8 @@ class MixtureSource(Source):
                     f"the sources of data.mix need one tokenizer, but {parts[0].name} and "
                     f"{part.name} have different ones: build both with the same --tokenizer"
                 )
-        self._sums = [Fraction(0), *accumulate(part.weight for part in parts)]
+        scale = math.lcm(*(part.weight.denominator for part in parts))
+        self._sums = [0, *accumulate(int(part.weight * scale) for part in parts)]
         texts = [f"{part.weight} {part.source.fingerprint}" for part in parts]
         self.fingerprint = hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
@@ -63,9 +65,8 @@ class MixtureSource(Source):
         first, stop = 0, len(self.parts)
         while stop - first > 1:
             middle = (first + stop) // 2
-            share = self._share_of_left(first, middle, stop)
-            before = int(index * share)  # rounds down: nothing is negative
-            if int((index + 1) * share) > before:
+            before = self._of_left(index, first, middle, stop)
+            if self._of_left(index + 1, first, middle, stop) > before:
                 index, stop = before, middle
             else:
                 index, first = index - before, middle
@@ -107,17 +108,18 @@ class MixtureSource(Source):
             if stop - first == 1:
                 return [count]
             middle = (first + stop) // 2
-            left = int(count * self._share_of_left(first, middle, stop))
+            left = self._of_left(count, first, middle, stop)
             return [*split(first, middle, left), *split(middle, stop, count - left)]
 
         return split(0, len(self.parts), count)
 
-    def _share_of_left(self, first: int, middle: int, stop: int) -> Fraction:
+    def _of_left(self, count: int, first: int, middle: int, stop: int) -> int:
+        """How many of the first `count` samples of sources first…stop are of those to middle."""
         sums = self._sums
-        return (sums[middle] - sums[first]) / (sums[stop] - sums[first])
+        return count * (sums[middle] - sums[first]) // (sums[stop] - sums[first])
 
     def _share(self, part: Part) -> float:
-        return float(part.weight / self._sums[-1])
+        return float(part.weight / sum(other.weight for other in self.parts))
 
 
 def _identity(tokenizer: Tokenizer | None) -> str:
