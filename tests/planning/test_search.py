@@ -114,3 +114,10 @@ def test_the_command_ranks_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     assert "USD at 3.00 per GPU and hour (2026-05)" in out
     assert main(["plan", "--gpu", "h1000"]) == 2
     assert "hardware 'h1000' is unknown" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_of_layouts_that_are_equally_fast_the_simplest_is_taken(processes: int) -> None:
+    """As measured on eight CPU processes: DDP is the fastest of ten layouts."""
+    options = ["layout=auto", "train.device=cpu"]
+    assert load_run(None, options, world=processes).layout.replicate == processes

@@ -13,8 +13,8 @@ from longspan.errors import UserError
 from longspan.hardware import Device, cpu_device, device_of, find_device, may_have_gpu
 from longspan.planning.search import TRAIN_KEYS, Search, search
 
-SHOWN = 3
-"""Layouts to look for: the first, and what it is compared with."""
+SHOWN = 8
+"""Layouts to look for: the first, those that may be as fast, and what it is compared with."""
 
 
 def choose_layout(run: Run, world: int, hardware: str | None = None) -> Run:
