@@ -14,7 +14,7 @@ from longspan.hardware import cpu_device, devices
 from longspan.planning.collective_time import collective_s, exposed_s
 from longspan.planning.communication import Traffic
 from longspan.planning.fitting import quantiles
-from longspan.planning.rates import RunRates, band_of, measured_rows
+from longspan.planning.rates import RunRates, band_of, efficiencies
 from longspan.planning.run_time import attention_rate, predict
 from longspan.runfile import load_run
 
@@ -117,8 +117,8 @@ def test_what_overlaps_hides_behind_compute_but_its_packing_does_not() -> None:
     assert exposed_s(gathered, ranks, H200, rates, 2.0) == pytest.approx({"shard": packing})
 
 
-def test_measured_runs_are_predicted_within_the_stated_band() -> None:
-    rows = measured_rows()
+def test_runs_that_nothing_was_fitted_to_are_predicted_within_the_stated_band() -> None:
+    rows = efficiencies()["unfitted"]
     runs = [load_run(None, row["overrides"], builtin="cuda", world=1) for row in rows]
     predicted = np.array([predict(run, 1, H200).tokens_per_s for run in runs])
     errors = quantiles(np.abs(predicted / [row["tokens_per_s"] for row in rows] - 1))
