@@ -194,6 +194,7 @@ def _serve(pipe: Connection, stacks: str) -> None:
                 world_size=world,
                 timeout=timedelta(seconds=timeout),
             )
+            dist.barrier()  # one that destroys its group would cut off those that still connect
             torch.manual_seed(0)
             result = function(rank, world, *arguments)
             dist.barrier()

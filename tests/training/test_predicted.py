@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from longspan.attention.pattern import pattern_of
+from longspan.attention import patterns_of
 from longspan.cli import main
 from longspan.doctor.calibration import Measured, device_table
 from longspan.hardware import device_of, devices
@@ -81,7 +81,7 @@ def test_a_calibrated_device_is_what_a_run_is_predicted_and_measured_by(
     assert predict_for(run, 1, cuda) == predict_on(run, 1, device_of(str(file)))
     assert isinstance(predict_for(run, 1, cuda), Predicted)
     assert this_device(run, 8) == device_of(str(file))
-    meter = meter_of(run, [pattern_of(run.attention)], cuda, 0, 1)
+    meter = meter_of(run, [patterns_of(run.attention, run.model.layers)], cuda, 0, 1)
     assert meter._peak_flops == pytest.approx(5e14 / rates_from_name("gpu").matmul, rel=1e-3)
     assert main(["train", *TINY, "train.gpu=none.toml", "--run-dir", str(tmp_path / "run")]) == 2
     assert not (tmp_path / "run" / "run.toml").exists()
