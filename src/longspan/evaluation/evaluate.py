@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -75,7 +75,6 @@ def evaluate(
     world: World,
     *,
     key_file: str = "",
-    show: Callable[[str], None] = lambda text: None,
 ) -> Evaluation:
     """Evaluate the model in a run folder or a Hugging Face folder, on its validation split."""
     step: int | None = None
@@ -105,11 +104,9 @@ def evaluate(
     with open_mesh(replicas, world, device), eval_mode(model), autocast(run.train):
         found = []
         for index in range(world.rank, len(samples), world.size):
-            show(f"sample {index + 1} of {len(samples)}")
             found.append(sample_loss(model, samples[index], index, source.tokenizer, device))
         outcomes = list[Outcome | None]()
         for index in range(world.rank, len(trials), world.size):
-            show(f"recall {index + 1} of {len(trials)}")
             assert text is not None
             outcomes.append(run_cell(model, text, filler, trials[index], device))
         every = in_order(_gathered(found, world))

@@ -19,7 +19,6 @@ from longspan.evaluation.losses import last_logits
 from longspan.models import Decoder
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
-TASKS = ("needle", "pairs")
 SHORTEST = 128
 WORDS = ("Paris", "Tokyo", "Lima", "Oslo", "Cairo", "Delhi", "Quito", "Rome", "Dakar", "Seoul")
 
