@@ -26,8 +26,8 @@ def stage_flops(model: Model, patterns: Sequence[Pattern], context: int) -> Stag
     An embedding is looked up: it costs its row, not its matrix.
     """
     linear = linear_costs(model)[1].forward / model.layers
-    attention = _by_pattern(model, patterns, context)
-    blocks = tuple(linear + attention[pattern] / context for pattern in patterns)
+    attention = _by_layer(model, patterns, context)
+    blocks = tuple(linear + flops / context for flops in attention)
     return StageFlops(2.0 * model.hidden, blocks, 2.0 * model.hidden * model.vocab)
 
 
@@ -44,12 +44,14 @@ def flops_per_sample(
     _, linear = linear_costs(model)
     head = 4 if model.lora.rank else 6  # a frozen head has no gradient
     matrices = linear.forward + linear.backward + head * model.hidden * model.vocab
-    attention = _by_pattern(model, patterns, context)
-    return float(matrices * context), 3.0 * sum(attention[pattern] for pattern in patterns)
+    return float(matrices * context), 3.0 * sum(_by_layer(model, patterns, context))
 
 
-def _by_pattern(model: Model, patterns: Sequence[Pattern], context: int) -> dict[Pattern, int]:
-    return {pattern: attention_flops(model, pattern, context) for pattern in set(patterns)}
+def _by_layer(model: Model, patterns: Sequence[Pattern], context: int) -> list[int]:
+    """Of each layer. Layers share their pattern, and to hash it for each would take longer."""
+    shared = {id(pattern): pattern for pattern in patterns}
+    flops = {key: attention_flops(model, x, context) for key, x in shared.items()}
+    return [flops[id(pattern)] for pattern in patterns]
 
 
 def attention_flops(model: Model, pattern: Pattern, context: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -167,7 +168,7 @@ def _plot(found: Evaluation) -> str:
     if found.losses is not None:
         points = [(max(1.0, row["last"]), row["loss"]) for row in found.losses.by_position()]
         title = "Nats per token by position"
-        charts[title], tops[title] = {"loss": points}, max(y for _, y in points)
+        charts[title], tops[title] = {"loss": points}, math.ceil(max(y for _, y in points))
     for task in dict.fromkeys(str(row["task"]) for row in found.recall):
         lines = dict[str, list[tuple[float, float]]]()
         for row in (row for row in found.recall if row["task"] == task):
