@@ -32,6 +32,30 @@ def test_equals_torch_with_gradients(rows: int) -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("rows", [7, 1000])
+def test_z_loss_adds_to_the_gradient_alone(rows: int) -> None:
+    hidden, weight, targets = inputs(13, 8, 11, torch.float64)
+    c = 0.1
+    ours = cross_entropy_sum(hidden, weight, targets, z_loss=c, chunk_elements=rows * 11)
+    logits, valid = hidden @ weight.T, targets != -100
+    expected = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+    torch.testing.assert_close(ours, expected)
+    whole = expected + c * (logits.logsumexp(-1)[valid] ** 2).sum()
+    found = torch.autograd.grad(ours * 0.37, (hidden, weight))
+    wanted = torch.autograd.grad(whole * 0.37, (hidden, weight))
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_z_loss_in_bf16_rounds_the_gradient_once() -> None:
+    hidden, weight, targets = inputs(40, 16, 32, torch.float32)
+    exact = torch.autograd.grad(cross_entropy_sum(hidden, weight, targets, z_loss=0.1), hidden)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = cross_entropy_sum(hidden, weight, targets, z_loss=0.1)
+    found = torch.autograd.grad(loss, hidden)[0]
+    assert (found - exact).norm() < 1e-2 * exact.norm()
+
+
 def test_retain_graph_gives_the_same_gradients_again() -> None:
     hidden, weight, targets = inputs(5, 4, 6, torch.float32)
     loss = 3 * cross_entropy_sum(hidden, weight, targets)

@@ -35,6 +35,7 @@ class DecoderSpec:
             self.model.patterns,
             self.model.context,
             has_documents=self.model.has_documents,
+            z_loss=self.model.z_loss,
         )
 
     def parallelize(

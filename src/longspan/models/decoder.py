@@ -130,9 +130,10 @@ class Decoder(nn.Module):
         context: int,
         *,
         has_documents: bool = False,
+        z_loss: float = 0.0,
     ) -> None:
         """`patterns`: of each layer, or one for all; `has_documents`: whether `forward` will be
-        given documents.
+        given documents; `z_loss`: that of `cross_entropy_sum`.
         """
         super().__init__()
         if isinstance(patterns, Pattern):
@@ -142,7 +143,7 @@ class Decoder(nn.Module):
                 f"expected {model.layers} patterns, one per layer, got {len(patterns)}"
             )
         self.config, self.patterns, self.context = model, tuple(patterns), context
-        self.has_documents = has_documents
+        self.has_documents, self.z_loss = has_documents, z_loss
         self.rope = RotaryEmbedding(model.head_dim, model.rope_theta_for(context), model.rope)
         self.positions: Tensor | None = None
         """Positions (tokens,) of this rank's tokens in the sequence, if ranks split it."""
@@ -168,7 +169,7 @@ class Decoder(nn.Module):
         hidden = self.hidden(tokens, documents=documents)
         if targets is None:
             return logits_of(hidden, self.head_weight)
-        return cross_entropy_sum(hidden, self.head_weight, targets)
+        return cross_entropy_sum(hidden, self.head_weight, targets, z_loss=self.z_loss)
 
     def next_logits(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
         """Logits (batch, vocab) of the token after the last of tokens (batch, tokens)."""
@@ -261,6 +262,7 @@ def new_decoder(run: Run) -> Decoder:
             patterns_of(run.attention, run.model.layers),
             run.data.context,
             has_documents=run.data.isolates,
+            z_loss=run.train.z_loss,
         )
 
 

@@ -27,7 +27,12 @@ from longspan.torch_internals import keeps_graph
 
 
 def cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, targets: Tensor, *, chunk_elements: int = LOSS_CHUNK
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    z_loss: float = 0.0,
+    chunk_elements: int = LOSS_CHUNK,
 ) -> Tensor:
     """Sum over valid tokens of −log softmax(hidden · weightᵀ)[target], a float32 scalar.
 
@@ -35,6 +40,9 @@ def cross_entropy_sum(
     ignore. The product is computed in the autocast dtype if autocast is enabled, the softmax in
     float32 (float64 for float64 inputs). A `weight` sharded by rows gives the same sum on every
     rank of its mesh; a `hidden` sharded by tokens is gathered first.
+
+    The gradient is that of Σ −log p[target] + z_loss · log²Z, where Z is the denominator of a
+    token's softmax; the value is the cross-entropy alone.
     """
     if hidden.shape[:-1] != targets.shape or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
@@ -51,7 +59,7 @@ def cross_entropy_sum(
     chunk = max(1, chunk_elements // local.shape[0])
     with torch.autocast(device, enabled=False):
         out: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
-            hidden.flatten(0, -2), local, targets.flatten(), chunk, first_row, group
+            hidden.flatten(0, -2), local, targets.flatten(), chunk, first_row, group, z_loss
         )
     return out
 
@@ -78,7 +86,7 @@ def _local_rows(weight: Tensor) -> tuple[Tensor, int, dist.ProcessGroup | None]:
 
 
 def _sharded_losses_and_dlogits(
-    logits: Tensor, target: Tensor, first_column: int, group: dist.ProcessGroup
+    logits: Tensor, target: Tensor, z_loss: float, first_column: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """`_losses_and_dlogits` for logits (tokens, local columns) that start at `first_column`."""
     exact = accumulation_dtype(logits)
@@ -94,16 +102,22 @@ def _sharded_losses_and_dlogits(
     lse = row_max + sums[:, :1].log()
     target_log_p = sums[:, 1:] - lse
     dlogits = (x - lse).exp()
-    dlogits.scatter_(
-        1, index, torch.where(is_local, target_log_p.expm1(), dlogits.gather(1, index))
-    )
+    at_target = target_log_p.expm1()
+    if z_loss:
+        slope = 2 * z_loss * lse
+        at_target = at_target + slope * target_log_p.exp()
+        dlogits *= 1 + slope
+    dlogits.scatter_(1, index, torch.where(is_local, at_target, dlogits.gather(1, index)))
     return -target_log_p, dlogits.to(logits.dtype)
 
 
-def _losses_and_dlogits(logits: Tensor, target: Tensor, needs_grad: bool) -> tuple[Tensor, Tensor]:
-    """−log p of each target (tokens, 1), and d loss / d logits = p − one-hot in the logits' dtype.
+def _losses_and_dlogits(
+    logits: Tensor, target: Tensor, z_loss: float, needs_grad: bool
+) -> tuple[Tensor, Tensor]:
+    """−log p of each target (tokens, 1), and d loss / d logits in the logits' dtype.
 
-    At the target, p − 1 is computed by expm1: rounding p first would lose it for p near 1.
+    That is p − one-hot, plus 2 · z_loss · log Z · p. At the target, p − 1 is computed by expm1:
+    rounding p first would lose it for p near 1.
     """
     exact = accumulation_dtype(logits)
     # Other negative targets must fail in gather, not be taken for token 0.
@@ -111,8 +125,14 @@ def _losses_and_dlogits(logits: Tensor, target: Tensor, needs_grad: bool) -> tup
     log_p = logits.log_softmax(-1, dtype=exact)  # (tokens, vocab)
     target_log_p = log_p.gather(1, index)
     if needs_grad:
-        torch.exp(log_p, out=logits)
-        logits.scatter_(1, index, target_log_p.expm1().to(logits.dtype))
+        at_target = target_log_p.expm1()
+        if z_loss:
+            slope = 2 * z_loss * (logits.gather(1, index) - target_log_p)
+            at_target += slope * target_log_p.exp()
+            logits.copy_(log_p.exp_().mul_(1 + slope))
+        else:
+            torch.exp(log_p, out=logits)
+        logits.scatter_(1, index, at_target.to(logits.dtype))
     return -target_log_p, logits
 
 
@@ -126,6 +146,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         chunk: int,
         first_row: int,
         group: dist.ProcessGroup | None,
+        z_loss: float,
     ) -> Tensor:
         needs_hidden, needs_weight = ctx.needs_input_grad[:2]
         exact = accumulation_dtype(hidden)
@@ -137,10 +158,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             valid = (target != IGNORE_INDEX)[:, None]  # (chunk, 1)
             if group is None:
                 needs_grad = needs_hidden or needs_weight
-                losses, dlogits = _losses_and_dlogits(h @ weight.T, target, needs_grad)
+                losses, dlogits = _losses_and_dlogits(h @ weight.T, target, z_loss, needs_grad)
             else:
                 losses, dlogits = _sharded_losses_and_dlogits(
-                    h @ weight.T, target, first_row, group
+                    h @ weight.T, target, z_loss, first_row, group
                 )
             total += (losses * valid).sum()
             if grad_hidden is not None:
@@ -165,5 +186,5 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return (
             None if grad_hidden is None else scale(grad_hidden, grad),
             None if grad_weight is None else scale(grad_weight, grad).to(ctx.weight_dtype),
-            *[None] * 4,
+            *[None] * 5,
         )

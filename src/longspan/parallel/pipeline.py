@@ -93,7 +93,7 @@ class Stage(nn.Module):
         self.norm = model.norm if is_last else None
         self.head = model.head if is_last else None
         self.rope, self.context = model.rope, model.context
-        self.embedding_scale = model.config.embedding_scale
+        self.embedding_scale, self.z_loss = model.config.embedding_scale, model.z_loss
         self.positions, self.forward_context = model.positions, forward_context
 
     def forward(
@@ -124,7 +124,8 @@ class Stage(nn.Module):
             x = self.norm(x)
             if targets is None:
                 return logits_of(x[:, -1], self.head.weight)
-            return torch.stack([cross_entropy_sum(x, self.head.weight, targets)])
+            loss = cross_entropy_sum(x, self.head.weight, targets, z_loss=self.z_loss)
+            return torch.stack([loss])
 
 
 def drop_remote_layers(model: Decoder, plan: StagePlan, rank: int) -> None:

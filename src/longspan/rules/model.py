@@ -211,6 +211,9 @@ def factory_rules(model: Model, train: Train) -> Problems:
     if train.optimizer == "muon":
         message = '"muon" is not supported with model.factory: give the task an optimizer of yours'
         yield Problem("train.optimizer", message)
+    if train.z_loss:
+        message = "is not supported with model.factory: add it to the task's loss"
+        yield Problem("train.z_loss", message)
 
 
 def documents_rules(model: Model, data: Data) -> Problems:
