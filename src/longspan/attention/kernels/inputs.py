@@ -22,17 +22,18 @@ def tiles_of(
     if dtype == torch.float32:
         return Tiles(32, 32, 4, 1)
     has_wide_blocks = block > 0 and block % 128 == 0
+    is_plain = block == 0 and branches == 1
     if head_dim <= 64:
         return {
             "forward": Tiles(128, 128, 4, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
-            "backward_dq": Tiles(64, 64 if block or branches == 1 else 32, 4, 3),
-            "backward_dkdv": Tiles(32, 64, 4, 3),
+            "backward_dq": Tiles(64, 64 if block or is_plain else 32, 4, 3),
+            "backward_dkdv": Tiles(64, 64, 4, 2) if is_plain else Tiles(32, 64, 4, 3),
         }[kernel]
     if head_dim <= 128:
         return {
             "forward": Tiles(128, 64, 4, 2) if has_wide_blocks else Tiles(64, 64, 4, 3),
             "backward_dq": Tiles(64, 64, 4, 2) if block else Tiles(128, 64, 8, 3),
-            "backward_dkdv": Tiles(64, 64, 4, 2) if block else Tiles(32, 64, 4, 3),
+            "backward_dkdv": Tiles(64, 64, 4, 2) if block or is_plain else Tiles(32, 64, 4, 3),
         }[kernel]
     return Tiles(32, 64, 8, 1) if kernel == "backward_dkdv" else Tiles(64, 32, 8, 2)
 
