@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test check format clean data fuzz drill elastic compile kernels nvme slurm soak
+.PHONY: train test check format clean data fuzz drill elastic compile kernels nvme parity slurm soak
 train: $(VENV)/.runtime
 	$(BIN)/longspan train
 
@@ -28,6 +28,7 @@ fuzz: $(VENV)/.development
 	LONGSPAN_FUZZ_CASES=10000 $(BIN)/python -m pytest tests/test_security.py tests/data/test_fuzz.py
 
 drill: $(VENV)/.development
+	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/test_drill.py
 	$(BIN)/longspan drill --nproc 2 --faults 20 --seed 7
 	$(BIN)/longspan drill --nproc 4 --faults 20 --seed 8
 
@@ -44,6 +45,12 @@ elastic: $(VENV)/.development
 # Blocks compiled within sequence and tensor parallelism; make test compiles them in one process.
 compile: $(VENV)/.development
 	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/parallel/test_apply.py -k compiled
+
+# Layouts and engines in more combinations than `make test` has time for.
+parity: $(VENV)/.development
+	LONGSPAN_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/parallel \
+	  tests/engines tests/planning tests/training/test_trainer.py tests/training/test_lora.py \
+	  tests/test_verification.py tests/benchmarks
 
 # Every configuration of the GPU kernels, compiled for an H100; it needs no GPU.
 kernels: $(VENV)/.development

@@ -15,8 +15,10 @@ from longspan.config import Run
 from longspan.drill import Outcome, Report, _small_disk
 from longspan.faults import FAULT, FAULT_DISK, FAULT_LOG
 from tests.disk import small_disk
+from tests.slow import slow
 
 
+@slow("drill")
 def test_a_short_drill(capsys: pytest.CaptureFixture[str]) -> None:
     """The seed kills a new run, fills the disk, then kills rank 0 while it removes a checkpoint.
 

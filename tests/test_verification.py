@@ -11,6 +11,7 @@ from longspan.cli import main
 from longspan.cli.shared import builtin_name
 from longspan.runfile import load_run
 from longspan.verification import _compare_metric, _compare_weights
+from tests.slow import slow
 
 SMALL = [
     "model.hidden=32",
@@ -38,6 +39,7 @@ def test_a_correct_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(found["largest"] <= found["tolerance"] for found in report["comparisons"])
 
 
+@slow("parity")
 def test_compressed_gradients_agree_within_wider_tolerances(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

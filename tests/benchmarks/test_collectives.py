@@ -17,6 +17,7 @@ from longspan.cli import main
 from longspan.cli.bench_parallel import parse_bytes
 from longspan.planning.network import BUS_FACTORS, read_network
 from tests.harness import Ranks
+from tests.slow import slow
 
 CPU = torch.device("cpu")
 
@@ -62,6 +63,7 @@ def test_rates_follow_from_times_and_what_a_backend_lacks_is_said(ranks: Ranks) 
             assert row.ring_bound_ms is None
 
 
+@slow("parity")
 def test_two_processes_measure_and_the_planner_reads_it(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -22,6 +22,7 @@ from longspan.benchmarks.scaling import (
 from longspan.cli import main
 from longspan.runfile import dump_run, load_run
 from longspan.tracking.trace import RankSummary, StepTimes, Summary
+from tests.slow import slow
 
 STRONG = Setting("strong", ("ddp", "fsdp", "tensor", "sequence"), (1, 2, 4), "cpu", 2, 10)
 
@@ -96,6 +97,7 @@ def test_it_says_what_is_compared() -> None:
     assert "N times the context (sequence)" in compared(base, replace(STRONG, mode="weak"), [])
 
 
+@slow("parity")
 def test_two_processes_against_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small = ["model.hidden=32", "model.heads=2", "model.layers=1", "data.source=recall"]
     small += ["data.context=64", "data.recall_pairs=4", "--nproc", "1,2", "--layouts", "ddp"]

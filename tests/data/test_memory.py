@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-is_slow = pytest.mark.skipif("LONGSPAN_SLOW" not in os.environ, reason="runs by `make data`")
+from tests.slow import slow
+
 SIZE = 2 << 30
 LIMIT = 500 << 20
 
@@ -69,7 +70,7 @@ def _children(process: int) -> list[int]:
     return [*direct, *(inner for each in direct for inner in _children(each))]
 
 
-@is_slow
+@slow("data")
 @pytest.mark.parametrize("kind", ["bytes", "tokenizer"])
 def test_two_gigabytes_are_built_in_less_than_500_megabytes(tmp_path: Path, kind: str) -> None:
     path, out = tmp_path / "in.jsonl", tmp_path / "out"

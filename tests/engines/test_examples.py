@@ -10,6 +10,7 @@ import pytest
 
 from longspan.launching.local import run_processes
 from tests.launching.test_elastic import free_port
+from tests.slow import slow
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 START = """
@@ -21,7 +22,14 @@ runpy.run_path(sys.argv[1])
 """
 
 
-@pytest.mark.parametrize("name", ["custom_loop", "custom_loop_deepspeed", "custom_loop_accelerate"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "custom_loop",
+        pytest.param("custom_loop_deepspeed", marks=slow("parity")),
+        pytest.param("custom_loop_accelerate", marks=slow("parity")),
+    ],
+)
 def test_a_custom_loop_learns(
     name: str,
     tmp_path: Path,

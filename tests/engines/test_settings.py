@@ -23,6 +23,7 @@ from longspan.engines.deepspeed_fields import deepspeed_fields
 from longspan.engines.settings import accelerate_settings, deepspeed_settings
 from longspan.errors import UserError
 from longspan.runfile import load_run
+from tests.slow import slow
 
 SMALL = [
     "model.hidden=32",
@@ -393,7 +394,7 @@ def test_unsupported_layouts_are_refused(options: list[str], message: str) -> No
         settings(*options)
 
 
-@pytest.mark.parametrize("mode", ["fsdp2", "deepspeed"])
+@pytest.mark.parametrize("mode", ["fsdp2", pytest.param("deepspeed", marks=slow("parity"))])
 def test_a_mode_that_accelerate_replaces_is_refused(
     mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -402,6 +403,7 @@ def test_a_mode_that_accelerate_replaces_is_refused(
     assert "it set up MULTI_CPU: its sharded modes need a GPU" in capfd.readouterr().err
 
 
+@slow("parity")
 def test_verify_compares_engines(capsys: pytest.CaptureFixture[str]) -> None:
     engine = ["engine.name=deepspeed", "engine.param_persistence_threshold=0"]
     options = [*engine, "model.linear=sketched", "layout.zero=3"]

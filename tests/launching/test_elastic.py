@@ -21,8 +21,9 @@ from longspan.faults import FAULT, FAULT_LOG
 from longspan.runfile import dump_run
 from longspan.tracking.history import STOP_REQUESTED
 from longspan.training import train
-from tests.launching.test_local import SMALL, is_alive, is_slow, last_step, wait_until
+from tests.launching.test_local import SMALL, is_alive, last_step, wait_until
 from tests.parallel.test_apply import run_of
+from tests.slow import slow
 
 ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
 RUN = ["train.schedule=constant", "track.log_every=1", "checkpoint.every=2"]
@@ -116,7 +117,7 @@ def assert_same_as_uninterrupted(run_dir: Path) -> None:
         assert (found[name] - expected[name]).norm() <= 1e-5 * expected[name].norm(), name
 
 
-@is_slow
+@slow("elastic")
 def test_killed_workers_are_replaced_until_the_run_is_done(tmp_path: Path, agents: Agents) -> None:
     """Rank 1 is killed in the third step of every start; then the agent, with both its workers."""
     run_dir = tmp_path / "run"
@@ -134,7 +135,7 @@ def test_killed_workers_are_replaced_until_the_run_is_done(tmp_path: Path, agent
     wait_until(lambda: not any(map(is_alive, workers)))
 
 
-@is_slow
+@slow("elastic")
 def test_a_node_that_is_told_to_stop_saves_and_the_other_goes_on(
     tmp_path: Path, agents: Agents
 ) -> None:
@@ -201,7 +202,7 @@ print("all done")
 """
 
 
-@is_slow
+@slow("elastic")
 def test_a_program_under_torchrun_trains_several_models(tmp_path: Path) -> None:
     """With the addresses of the first ones left in the store, the fifth could not connect."""
     program = tmp_path / "program.py"

@@ -17,6 +17,7 @@ import pytest
 from longspan.cli import main
 from longspan.faults import FAULT, FAULT_LOG, LAUNCHER_PID, NAN_STEPS
 from longspan.launching import local
+from tests.slow import slow
 
 SMALL = [
     "model.hidden=32",
@@ -30,7 +31,6 @@ SMALL = [
 SAVED = ["train.steps=6", "checkpoint.every=2", "checkpoint.async_save=false"]
 ENDLESS = ["train.steps=1000000", "track.log_every=1"]
 TRAIN = [sys.executable, "-m", "longspan", "train", *SMALL, "--nproc", "2"]
-is_slow = pytest.mark.skipif("LONGSPAN_SLOW" not in os.environ, reason="runs by `make elastic`")
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 120) -> None:
@@ -305,7 +305,8 @@ def test_the_processes_of_one_machine_listen_on_loopback_only(stopped: Path) -> 
     assert set(found) == {"0100007F"}  # 127.0.0.1
 
 
-@pytest.mark.parametrize("point", ["gradient norm", pytest.param("data", marks=is_slow)])
+@slow("elastic")
+@pytest.mark.parametrize("point", ["gradient norm", "data"])
 def test_a_resumed_run_that_hangs_exits_and_names_the_rank(
     tmp_path: Path, stopped: Path, point: str
 ) -> None:
@@ -349,7 +350,7 @@ def test_a_rank_killed_in_a_sequence_exchange_is_restarted_but_a_diverged_run_is
     assert "2 steps in a row to step 4" in error
 
 
-@is_slow
+@slow("elastic")
 def test_after_out_of_memory_the_run_resumes_with_half_the_micro_batch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,8 +34,9 @@ from tests.launching.test_elastic import (
     starts,
     workers_of,
 )
-from tests.launching.test_local import SMALL, is_alive, is_slow, last_step, wait_until
+from tests.launching.test_local import SMALL, is_alive, last_step, wait_until
 from tests.parallel.test_apply import run_of
+from tests.slow import slow
 
 Start = Callable[[Meeting, bool], int]
 
@@ -248,7 +249,7 @@ def clusters() -> Iterator[list[Cluster]]:
             process.wait()
 
 
-@is_slow
+@slow("elastic")
 def test_a_lost_worker_is_replaced_and_without_the_rendezvous_host_the_other_node_resumes(
     tmp_path: Path, clusters: list[Cluster], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -359,7 +360,7 @@ def network() -> Iterator[Network]:
     found.close()
 
 
-@is_slow
+@slow("elastic")
 def test_a_hot_spare_takes_the_place_of_a_lost_node_and_then_the_host_is_lost(
     tmp_path: Path, clusters: list[Cluster], network: Network
 ) -> None:

@@ -23,9 +23,10 @@ from tests.launching.test_elastic import (
     starts,
 )
 from tests.launching.test_kubernetes import pod_of, read
-from tests.launching.test_local import SMALL, is_slow, last_step, wait_until
+from tests.launching.test_local import SMALL, last_step, wait_until
 from tests.launching.test_node import Network, network  # noqa: F401  the fixture
 from tests.parallel.test_apply import run_of
+from tests.slow import slow
 
 
 class Pods:
@@ -81,7 +82,7 @@ def pods(tmp_path: Path, network: Network) -> Iterator[Pods]:  # noqa: F811
     pods.close()
 
 
-@is_slow
+@slow("elastic")
 def test_a_pod_that_is_disrupted_saves_and_its_replacement_goes_on(
     pods: Pods, tmp_path: Path
 ) -> None:

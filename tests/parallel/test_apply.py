@@ -6,7 +6,6 @@ Most layouts are compared in-process over a few steps; a dozen train whole runs,
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable
 from functools import cache
@@ -22,6 +21,7 @@ from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training import train
 from tests.harness import Ranks
+from tests.slow import slow
 from tests.steps import Steps, assert_same_steps, run_steps
 
 STEPS = 3
@@ -74,17 +74,13 @@ LAYOUTS = [
     (2, ["layout.zero=1"]),
     (2, ["layout.zero=2"]),
     (2, ["layout.zero=3"]),
-    (4, ["layout.zero=1"]),
-    (4, ["layout.zero=2"]),
     (4, ["layout.zero=3"]),
     (4, ["layout.replicate=2", "layout.shard=2"]),
     (2, ["layout.tensor=2"]),
     (4, ["layout.tensor=4"]),
     (4, ["layout.tensor=2", "layout.shard=2"]),
-    (4, ["layout.tensor=2", "layout.replicate=2"]),
     (8, ["layout.tensor=2", "layout.replicate=2", "layout.shard=2"]),
     (2, ["layout.tensor=2", MEGATRON]),
-    (4, ["layout.tensor=4", MEGATRON]),
     (4, ["layout.tensor=2", MEGATRON, "layout.shard=2"]),
     *[
         (depth, [f"layout.pipeline={depth}", f"layout.schedule={schedule}"])
@@ -94,15 +90,21 @@ LAYOUTS = [
     (4, ["layout.pipeline=2", "layout.shard=2", "layout.zero=2"]),
     (4, ["layout.pipeline=2", "layout.shard=2", "layout.schedule=interleaved"]),
     (4, ["layout.pipeline=2", "layout.shard=2", "layout.zero=2", "layout.schedule=zbv"]),
-    (4, ["layout.pipeline=2", "layout.replicate=2"]),
     (4, ["layout.pipeline=2", "layout.tensor=2", MEGATRON]),
-    (4, ["layout.pipeline=2", "layout.replicate=2", "layout.schedule=zbv"]),
     (2, ["layout.sequence=2"]),
     (4, ["layout.sequence=4", "layout.zero=1"]),
     (8, ["layout.sequence=8"]),
     (4, ["layout.sequence=2", "layout.replicate=2"]),
-    (4, ["layout.sequence=2", "layout.pipeline=2", "layout.schedule=interleaved"]),
     (4, ["layout.sequence=2", "layout.tensor=2", MEGATRON]),
+]
+LONGER = [
+    (4, ["layout.zero=1"]),
+    (4, ["layout.zero=2"]),
+    (4, ["layout.tensor=2", "layout.replicate=2"]),
+    (4, ["layout.tensor=4", MEGATRON]),
+    (4, ["layout.pipeline=2", "layout.replicate=2"]),
+    (4, ["layout.pipeline=2", "layout.replicate=2", "layout.schedule=zbv"]),
+    (4, ["layout.sequence=2", "layout.pipeline=2", "layout.schedule=interleaved"]),
     (
         16,
         ["layout.pipeline=2", "layout.sequence=2", "layout.tensor=2", "layout.shard=2", MEGATRON],
@@ -126,7 +128,11 @@ UNTIED = [
 
 @pytest.mark.parametrize(
     ("world", "layout", "tied"),
-    [*[(*case, "true") for case in LAYOUTS], *[(*case, "false") for case in UNTIED]],
+    [
+        *[(*case, "true") for case in LAYOUTS],
+        *[(*case, "false") for case in UNTIED],
+        *[pytest.param(*case, "true", marks=slow("parity")) for case in LONGER],
+    ],
     ids=ids,
 )
 def test_a_layout_takes_the_same_steps(
@@ -243,7 +249,7 @@ def steps_compiled(rank: int, world: int, overrides: list[str]) -> Steps:
     return run_steps(rank, world, run_of(world, *overrides), 1)
 
 
-@pytest.mark.skipif("LONGSPAN_SLOW" not in os.environ, reason="runs by `make compile`")
+@slow("compile")
 @pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs g++ on a CPU")
 @pytest.mark.parametrize(
     ("layout", "settings"),
@@ -313,8 +319,12 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         (2, ["layout.pipeline=2"]),
         (2, ["layout.pipeline=2", "layout.schedule=interleaved"]),
         (2, ["layout.sequence=2"]),
-        (8, ["layout.pipeline=2", "layout.shard=2", "layout.tensor=2"]),
-        (8, ["layout.sequence=2", "layout.shard=2", "layout.tensor=2"]),
+        pytest.param(
+            8, ["layout.pipeline=2", "layout.shard=2", "layout.tensor=2"], marks=slow("parity")
+        ),
+        pytest.param(
+            8, ["layout.sequence=2", "layout.shard=2", "layout.tensor=2"], marks=slow("parity")
+        ),
     ],
     ids=ids,
 )

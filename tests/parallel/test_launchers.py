@@ -21,6 +21,7 @@ from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World, world_of_environment
 from longspan.tracking import read_metrics
 from tests.launching.test_elastic import free_port
+from tests.slow import slow
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "3",
@@ -181,7 +182,15 @@ ACCELERATE = ["accelerate", "launch", "--multi_gpu", "--num_processes", "2", "--
 ACCELERATE += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m"]
 
 
-@pytest.mark.parametrize("launcher", [MPIRUN, DEEPSPEED, ACCELERATE], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        MPIRUN,
+        pytest.param(DEEPSPEED, marks=slow("parity")),
+        pytest.param(ACCELERATE, marks=slow("parity")),
+    ],
+    ids=lambda words: words[0],
+)
 def test_the_launcher_itself_trains_with_two_ranks(tmp_path: Path, launcher: list[str]) -> None:
     bin_folder = Path(sys.executable).parent
     path = f"{bin_folder}{os.pathsep}{os.environ['PATH']}"

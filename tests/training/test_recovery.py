@@ -24,7 +24,8 @@ from longspan.training import train
 from longspan.training.recovery import agree, close_connections
 from longspan.wording import counted
 from tests.harness import Ranks
-from tests.launching.test_local import SMALL, is_slow, wait_until
+from tests.launching.test_local import SMALL, wait_until
+from tests.slow import slow
 
 SETTINGS = [*SMALL[:-1], "train.global_batch=4", "train.steps=100", "checkpoint.every=6"]
 SETTINGS += ["train.eval_every=9", "train.eval_samples=2", "track.log_every=1", "track.prompt="]
@@ -106,7 +107,11 @@ class FaultyRun:
     [
         pytest.param(["layout.replicate=2"], 2, [1, 0], id="replicate"),
         pytest.param(
-            ["layout.replicate=2", "layout.shard=2"], 4, [3], marks=is_slow, id="replicate-shard"
+            ["layout.replicate=2", "layout.shard=2"],
+            4,
+            [3],
+            marks=slow("elastic"),
+            id="replicate-shard",
         ),
     ],
 )

@@ -32,6 +32,7 @@ from longspan.training import train
 from longspan.training.module_task import ModuleTask, Task
 from longspan.training.trainer import Trainer
 from tests.harness import Ranks, RanksFailed
+from tests.slow import slow
 
 STEPS = 5
 TRAIN = {
@@ -140,6 +141,7 @@ def assert_same(folder: Path, reference: Path) -> None:
         torch.testing.assert_close(weights[name], weight, rtol=1e-4, atol=1e-5, msg=name)
 
 
+@slow("parity")
 def test_layouts_and_engines_do_not_change_the_losses(
     ranks: Ranks, reference: Path, tmp_path: Path
 ) -> None:
