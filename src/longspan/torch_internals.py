@@ -56,6 +56,7 @@ __all__ = [
     "flash_attention",
     "flash_attention_backward",
     "flight_recorder_trace",
+    "foreach_mul_",
     "has_dispatch_mode",
     "has_forward_hooks",
     "keeps_graph",
@@ -65,6 +66,7 @@ __all__ = [
     "raise_recompile_limit",
     "record_memory_history",
     "sdpa_flash_attention",
+    "sum_of_squares",
     "tree_leaves",
     "tree_map_only",
     "wait",
@@ -135,6 +137,18 @@ and warns of the old name. With `init_sync=False` both leave buffers alone."""
 
 ALL_TO_ALL = torch.ops._c10d_functional.all_to_all_single.default
 """The operator behind `all_to_all_async`, as a selective checkpointing policy sees it."""
+
+
+def sum_of_squares(tensors: list[Tensor]) -> Tensor:
+    """Over all elements of tensors on one device, a float32 scalar, by few kernels."""
+    is_double = any(x.dtype == torch.float64 for x in tensors)
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float64 if is_double else torch.float32)
+    return torch.stack(norms).square().sum().float()
+
+
+def foreach_mul_(tensors: list[Tensor], factor: Tensor) -> None:
+    """Multiply tensors in place by a scalar on their device, by few kernels."""
+    torch._foreach_mul_(tensors, factor)
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:

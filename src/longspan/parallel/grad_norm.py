@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -9,6 +11,7 @@ from torch import Tensor, nn
 from longspan.parallel.dtensor import num_shards, reduced_grad
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.parameters import pipeline_copy
+from longspan.torch_internals import foreach_mul_, sum_of_squares
 
 
 @torch.no_grad()
@@ -26,7 +29,8 @@ def clip_grad_norm(
     by `loss_scale` are divided by it first.
     """
     ranks = mesh.world.size / mesh.ranks["pipeline"]
-    squares, gradients, copy = [], [], pipeline_copy(model)
+    by_copies: dict[float, list[Tensor]] = defaultdict(list)
+    gradients, copy = [], pipeline_copy(model)
     for parameter in model.parameters():
         gradient = reduced_grad(parameter)
         if gradient is None:
@@ -38,15 +42,15 @@ def clip_grad_norm(
         gradients.append(gradient)
         if parameter is not copy:
             assert parameter.grad is not None
-            copies = ranks / num_shards(parameter.grad)
-            squares.append(gradient.float().square().sum() / copies)
-    total = torch.stack(squares).sum().to(device) if squares else torch.zeros((), device=device)
+            by_copies[ranks / num_shards(parameter.grad)].append(gradient)
+    total = torch.zeros((), device=device)
+    for copies, held in by_copies.items():
+        total += sum_of_squares(held).to(device) / copies
     if mesh.device_mesh is not None:
         dist.all_reduce(total)
     norm = total.sqrt()
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     if gradients:
         factor = factor.to(gradients[0].device)
-    for gradient in gradients:
-        gradient.mul_(factor)
+        foreach_mul_(gradients, factor)
     return norm
