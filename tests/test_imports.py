@@ -47,7 +47,7 @@ MAY_IMPORT = {
     "doctor": RUN | {"benchmarks", "costs", "parallel", "planning"},
     "trained": MODEL | RUN | {"export", "hf_config"},
     "generate": MODEL | RUN | {"trained"},
-    "evaluation": MODEL | RUN | {"export", "parallel", "trained"},
+    "evaluation": MODEL | RUN | {"export", "hf_config", "parallel", "trained"},
     "sketch_run": MODEL | RUN | {"export", "parallel", "trained", "training"},
     "drill": {"checkpoint", "config", "runfile", "tracking"},
     "create": MODEL | {"device", "parallel", "runfile"},

@@ -21,7 +21,7 @@ from longspan.config import Data, Run
 from longspan.device import choose_device, resolve
 from longspan.errors import UserError
 from longspan.export.huggingface import weight_reader
-from longspan.export.lora import base_reader
+from longspan.export.lora import base_reader, check_base
 from longspan.hf_config import read_folder_config
 from longspan.models import Decoder, new_decoder, stored_shapes
 from longspan.models.decoder import allocate
@@ -63,12 +63,19 @@ def load_trained(
 
     The checkpoint must be signed with the key in `key_file`, or else in the run's.
     """
-    run, model = _build(load_run(saved_run_file(run_dir), [*HERE, *overrides]))
+    file = saved_run_file(run_dir)
+    trained = load_run(file, HERE)
+    # A theta that follows from the context is that of training, whatever context it is used with.
+    theta = f"model.rope_theta={trained.model.rope_theta_for(trained.data.context)}"
+    run, model = _build(load_run(file, [*HERE, theta, *overrides]) if overrides else trained)
     saved = _newest(run_dir, key_file or run.checkpoint.key_file)
     saved.check(saved.files_of("model"))
     stored = stored_shapes(model)
     check_shapes(stored, saved)
-    base = base_reader(run) if run.model.lora.rank else None
+    base = None
+    if run.model.lora.rank:
+        check_base(run, saved)
+        base = base_reader(run)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in stored:
@@ -81,11 +88,13 @@ def load_trained(
 def load_huggingface(folder: Path, overrides: Sequence[str] = ()) -> tuple[Run, Decoder]:
     """Load the model of a Hugging Face folder.
 
-    Its context is what it was trained on, at most the default, unless `overrides` set data.context.
+    Its context is what it was trained on, at most the default, unless `overrides` set data.context;
+    RoPE is that of its config.json all the same, as in transformers.
     """
     context = min(Data().context, read_folder_config(folder).max_positions)
     own = [f"model.from={folder}", f"data.context={context}", "train.micro_batch=1"]
-    run, model = _build(load_run(None, [*own, "train.global_batch=1", *HERE, *overrides]))
+    own += ["train.global_batch=1", "model.extend_context=none"]
+    run, model = _build(load_run(None, [*own, *HERE, *overrides]))
     read = weight_reader(folder, run)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
+import string
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,15 +17,18 @@ import torch
 from torch import Tensor
 
 from longspan.cli import main
-from longspan.data import open_source
+from longspan.cli.evaluation import _plot
+from longspan.config import Run
+from longspan.data import Sample, open_source
 from longspan.data.build import build
 from longspan.data.tokenizer import ByteTokenizer, load_tokenizer
 from longspan.errors import UserError
-from longspan.evaluation.evaluate import Wanted, evaluate
-from longspan.evaluation.losses import text_bytes
+from longspan.evaluation.evaluate import Evaluation, Wanted, _filler, evaluate
+from longspan.evaluation.losses import DocumentLoss, Losses, SampleLoss, text_bytes
 from longspan.evaluation.recall import DEPTHS, Cell, cells, run_cell
 from longspan.generate import complete_from_run
 from longspan.parallel.world import World
+from longspan.runfile import load_run
 from tests.export.families import save_family
 from tests.export.test_round_trip import save_tokenizer
 from tests.harness import Ranks
@@ -43,14 +51,39 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def by_character(folder: Path) -> Path:
+    """The same with a tokenizer that knows digits: a token per character."""
+    import tokenizers
+
+    path = folder / "characters"
+    shutil.copytree(folder / "hf", path / "hf")
+    known = {"<unk>": 0, "<s>": 1, "</s>": 2}
+    known |= {character: n for n, character in enumerate(string.printable, 3)}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<unk>"))
+    every = tokenizers.Regex(r"[\s\S]")
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Split(every, "isolated")
+    inner.decoder = tokenizers.decoders.Fuse()
+    inner.save(str(path / "hf" / "tokenizer.json"))
+    texts = sorted(folder.glob("*.txt"))
+    build(texts, path / "data", tokenizer=path / "hf" / "tokenizer.json", validation=0.3)
+    return path
+
+
 def overrides(folder: Path) -> list[str]:
     return [f"data.source={folder / 'data'}", "data.context=128", "train.precision=fp32"]
 
 
-def test_the_loss_of_a_huggingface_folder_is_that_of_transformers(folder: Path) -> None:
+@pytest.mark.parametrize("context", [128, 512])
+def test_the_loss_of_a_huggingface_folder_is_that_of_transformers(
+    folder: Path, context: int
+) -> None:
+    """Also in a context that is longer than its max_position_embeddings = 128."""
     from transformers import AutoModelForCausalLM
 
-    found = evaluate(folder / "hf", overrides(folder), Wanted(4, (), 1), World())
+    options = [*overrides(folder), f"data.context={context}"]
+    found = evaluate(folder / "hf", options, Wanted(4, (), 1), World())
+    assert bool(found.changes) == (context > 128)
     assert found.losses is not None
     model = AutoModelForCausalLM.from_pretrained(folder / "hf")
     nats, tokens = 0.0, 0
@@ -75,12 +108,28 @@ def evaluate_on_rank(rank: int, world: int, folder: str, options: list[str]) -> 
     return evaluate(Path(folder), options, wanted, World(rank, world, rank)).as_dict()
 
 
-def test_two_ranks_give_what_one_gives(folder: Path, ranks: Ranks) -> None:
-    options = [*overrides(folder), "data.context=256"]
-    alone = evaluate_on_rank(0, 1, str(folder / "hf"), options)
+def test_two_ranks_give_what_one_gives(by_character: Path, ranks: Ranks) -> None:
+    options = [*overrides(by_character), "data.context=256"]
+    alone = evaluate_on_rank(0, 1, str(by_character / "hf"), options)
     assert alone["recall"]
-    both = ranks.run(evaluate_on_rank, 2, str(folder / "hf"), options)
+    both = ranks.run(evaluate_on_rank, 2, str(by_character / "hf"), options)
     assert both == [alone, alone]
+
+
+def test_recall_needs_a_tokenizer_that_knows_digits(folder: Path) -> None:
+    """With one unknown token for every number each answer would be the same."""
+    for task in ("needle", "pairs"):
+        with pytest.raises(UserError, match="does not distinguish"):
+            evaluate(folder / "hf", overrides(folder), Wanted(0, (task,), 1), World())
+
+
+def test_a_needle_is_hidden_in_text_alone(by_character: Path) -> None:
+    """Without padding, which is token 0, and without the ends of documents."""
+    run = load_run(None, [*overrides(by_character), "model.vocab=256"])
+    source = open_source(run.data, run.model)
+    tokenizer, found = load_tokenizer(by_character / "data"), _filler(source)
+    assert len(found) > 100
+    assert not {0, tokenizer.eos} & set(found)
 
 
 class Copies:
@@ -119,10 +168,42 @@ def test_lengths_halve_and_every_depth_is_tried() -> None:
     assert len(found) == 3 * len(DEPTHS) * 2
 
 
+def sample_of(tokens: list[int], targets: list[int]) -> Sample:
+    return Sample(np.array(tokens), np.array(targets))
+
+
 def test_bytes_are_those_of_targets_with_a_loss() -> None:
     tokenizer = ByteTokenizer()
-    targets = np.array([*"é".encode(), -100, *b"ab", -100, *b"c"])
-    assert text_bytes(targets, tokenizer) == 5
+    tokens = list(b"x" + "é".encode() + b"zabc\0d")
+    targets = [*"é".encode(), -100, *b"abc", 0, -100, -100]
+    assert text_bytes(sample_of(tokens, targets), tokenizer) == 5
+
+
+def test_the_space_before_an_answer_is_counted() -> None:
+    tokenizers = pytest.importorskip("tokenizers")
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1, "b": 2}, "b"))
+    inner.decoder = tokenizers.decoders.Metaspace()
+    tokenizer: Any = SimpleNamespace(decode=inner.decode, eos=None)
+    assert tokenizer.decode([1]) == "b"
+    assert text_bytes(sample_of([0, 1], [1, -100]), tokenizer) == 2
+
+
+def test_a_loss_that_is_not_finite_is_null_and_not_drawn() -> None:
+    documents = [DocumentLoss(0, 0, 3, math.nan)]
+    positions = {0: (1, math.nan), 256: (2, 5.0), 512: (1, math.inf)}
+    losses = Losses([SampleLoss(positions, documents, None)])
+    found = Evaluation(Run(), "m", None, "d", [], losses, [])
+
+    def refuse(name: str) -> None:
+        pytest.fail(f"{name} is not JSON")
+
+    as_json = json.loads(json.dumps(found.as_dict()), parse_constant=refuse)
+    assert as_json["loss"] is as_json["perplexity"] is as_json["documents"][0]["loss"] is None
+    assert as_json["by_position"][1]["loss"] == 2.5
+    assert _plot(found).count("<circle") == 1
+    only = Losses([SampleLoss({0: (1, math.nan)}, documents, None)])
+    with pytest.raises(UserError, match="non-finite"):
+        _plot(replace(found, losses=only))
 
 
 @pytest.mark.parametrize(
@@ -141,8 +222,9 @@ def test_what_cannot_be_evaluated_is_refused(
 
 
 def test_the_command_prints_and_draws(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    by_character: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    folder = by_character
     options = ["--samples", "2", "--pairs", "--trials", "1", "--plot", str(tmp_path / "x.svg")]
     assert main(["eval", str(folder / "hf"), *overrides(folder), *options]) == 0
     out = capsys.readouterr().out
@@ -153,6 +235,7 @@ def test_the_command_prints_and_draws(
     found = json.loads(capsys.readouterr().out)
     assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
     assert main(["eval", str(folder / "hf"), "--trials", "0"]) == 2
+    assert main(["eval", str(folder / "hf"), "--plot", str(tmp_path / "no" / "x.svg")]) == 2
 
 
 def test_a_huggingface_folder_generates_what_transformers_does(folder: Path) -> None:

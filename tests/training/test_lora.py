@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from longspan.checkpoint import Region, load
@@ -92,6 +94,35 @@ def test_a_run_resumes_to_the_same_bytes_from_small_checkpoints(base: Path, tmp_
     assert sum(x.numel() for x in weights) == count_adapters(run.model)
     assert 0 < count_adapters(run.model) < count_parameters(run.model) / 3
     assert all(".lora_" in name for name in expected)
+
+
+def test_updates_are_not_added_to_other_weights(base: Path, tmp_path: Path) -> None:
+    """Neither by export nor by what loads a run, if a folder has other weights than it had."""
+    moved, run_dir = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(base, moved)
+    train(tuned(moved, 1), run_dir)
+    path = moved / "model.safetensors"
+    content = {name: x + 1 for name, x in load_file(path).items()}
+    save_file(content, path, {"format": "pt"})
+    for use in (lambda: export(run_dir, tmp_path / "hf"), lambda: load_trained(run_dir)):
+        with pytest.raises(UserError, match=r"trained on other weights than train\.init_from"):
+            use()
+    assert not (tmp_path / "hf").exists()
+
+
+def test_weights_of_another_seed_are_refused(tmp_path: Path) -> None:
+    """Without a folder the frozen weights follow from the seed."""
+    train(load_run(None, [*SMALL, *LORA[:2], "train.steps=1"]), tmp_path / "run")
+    with pytest.raises(UserError, match=r"trained on other weights than train\.seed = 1"):
+        load_trained(tmp_path / "run", overrides=["train.seed=1"])
+    run, model, _ = load_trained(tmp_path / "run")
+    longer, same, _ = load_trained(tmp_path / "run", overrides=["data.context=4096"])
+    assert longer.data.context == 4096
+    tokens = torch.arange(48).reshape(1, 48)
+    with torch.no_grad():  # RoPE's theta is that of training, also in a longer context
+        assert torch.equal(model(tokens), same(tokens))
+    other = load_run(None, [*SMALL, "data.context=4096"])
+    assert other.model.rope_theta_for(4096) != run.model.rope_theta_for(64)
 
 
 def test_the_merged_export_has_the_logits_of_the_run(base: Path, tmp_path: Path) -> None:

@@ -84,6 +84,10 @@ def evaluate(args: argparse.Namespace) -> None:
         raise UserError(
             f"expected --trials >= 1 and --samples >= 0, got {args.trials} and {args.samples}"
         )
+    if args.plot is not None and not os.access(args.plot.parent, os.W_OK):
+        raise UserError(
+            f"cannot write --plot {args.plot}: no folder {args.plot.parent} to write to"
+        )
     if args.nproc > 1 and "WORLD_SIZE" not in os.environ:
         _start_processes(args)
         return
@@ -105,7 +109,10 @@ def evaluate(args: argparse.Namespace) -> None:
     else:
         _print(found)
     if args.plot is not None:
-        args.plot.write_text(_plot(found), encoding="utf-8")
+        try:
+            args.plot.write_text(_plot(found), encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write --plot {args.plot}: {error.strerror}") from error
 
 
 def _start_processes(args: argparse.Namespace) -> None:
@@ -127,6 +134,8 @@ def _print(found: Evaluation) -> None:
 
     at = "" if found.step is None else f", step {found.step}"
     print(f"model  {found.model}{at}\ndata   {found.data}")
+    if found.changes:
+        print(f"note   {'; '.join(found.changes)}")
     if (losses := found.losses) is not None:
         bits = "" if losses.bits_per_byte is None else f", {losses.bits_per_byte:.4f} bits per byte"
         print(
@@ -139,10 +148,10 @@ def _print(found: Evaluation) -> None:
             print(f"  {where:22}{row['tokens']:>10,.0f}{row['loss']:>10.4f}")
         documents = sorted(losses.documents(), key=lambda x: x.nats / x.tokens)
         middle = documents[len(documents) // 2]
-        print(
-            f"\n{counted(len(documents), 'document')}, or parts of one: median loss "
-            f"{middle.nats / middle.tokens:.4f}; the highest:"
-        )
+        what = f"{counted(len(documents), 'document')}, or parts of one"
+        if not found.run.data.isolates:
+            what = f"{counted(len(documents), 'sample')} of joined documents"
+        print(f"\n{what}: median loss {middle.nats / middle.tokens:.4f}; the highest:")
         for x in documents[: -WORST - 1 : -1]:
             where = f"sample {x.sample}, from token {x.start:,}"
             print(f"  {x.nats / x.tokens:8.4f}  {where}, {counted(x.tokens, 'token')}")
@@ -166,7 +175,10 @@ def _plot(found: Evaluation) -> str:
     charts = dict[str, dict[str, list[tuple[float, float]]]]()
     tops = dict[str, float]()
     if found.losses is not None:
-        points = [(max(1.0, row["last"]), row["loss"]) for row in found.losses.by_position()]
+        rows = [row for row in found.losses.by_position() if math.isfinite(row["loss"])]
+        if not rows:
+            raise UserError("cannot draw the loss by position, which is non-finite everywhere")
+        points = [(row["last"], row["loss"]) for row in rows]
         title = "Nats per token by position"
         charts[title], tops[title] = {"loss": points}, math.ceil(max(y for _, y in points))
     for task in dict.fromkeys(str(row["task"]) for row in found.recall):

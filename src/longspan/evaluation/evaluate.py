@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -18,14 +19,18 @@ from longspan.errors import UserError
 from longspan.evaluation.losses import Losses, in_order, sample_loss
 from longspan.evaluation.recall import Outcome, accuracies, cells, run_cell
 from longspan.export.side_files import is_tokenizer_of
+from longspan.hf_config import read_folder_config
 from longspan.nn import eval_mode
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World
+from longspan.tracking.metrics import finite
 from longspan.trained import is_huggingface_folder, load_huggingface, load_trained
 
 T = TypeVar("T")
 TOKENS = 1 << 20
 """Of validation samples, unless their number is given."""
+ANSWERS = "10234 56789 a1b2"
+"""Digits and letters as questions have them, in pieces that no tokenizer knows as words."""
 FILLER = 16
 """Validation samples of which the text around a needle is taken."""
 
@@ -46,13 +51,15 @@ class Evaluation:
     step: int | None
     """Of the checkpoint."""
     data: str
+    changes: list[str]
+    """What is computed otherwise than the config.json of a Hugging Face folder says."""
     losses: Losses | None
     recall: list[dict[str, float | str]]
 
     def as_dict(self) -> dict[str, Any]:
-        """The result as JSON: sums in nats, so that they can be added up."""
+        """The result for JSON: sums in nats, which can be added up; null where non-finite."""
         found: dict[str, Any] = {"model": self.model, "step": self.step, "data": self.data}
-        found["context"] = self.run.data.context
+        found |= {"context": self.run.data.context, "changes": self.changes}
         if (losses := self.losses) is not None:
             found |= {"tokens": losses.tokens, "nats": losses.nats, "loss": losses.mean}
             found |= {"perplexity": perplexity(losses.mean), "bits_per_byte": losses.bits_per_byte}
@@ -60,7 +67,8 @@ class Evaluation:
             found["documents"] = [
                 {**asdict(x), "loss": x.nats / x.tokens} for x in losses.documents()
             ]
-        return found | {"recall": self.recall}
+        as_json: dict[str, Any] = finite(found | {"recall": self.recall})
+        return as_json
 
 
 def perplexity(nats: float) -> float:
@@ -77,9 +85,10 @@ def evaluate(
     key_file: str = "",
 ) -> Evaluation:
     """Evaluate the model in a run folder or a Hugging Face folder, on its validation split."""
-    step: int | None = None
+    step, changes = None, list[str]()
     if is_huggingface_folder(folder):
         run, model = load_huggingface(folder, overrides)
+        changes = read_folder_config(folder).changes(run)
     else:
         run, model, step = load_trained(folder, key_file, overrides)
     source = _open(folder, run)
@@ -95,11 +104,7 @@ def evaluate(
             )
     text = _tokenizer_of_tasks(source, run, wanted)
     trials = cells(wanted.tasks, run.data.context, wanted.trials) if wanted.tasks else []
-    filler = [
-        token
-        for sample in (source.validation_samples(FILLER) if trials else [])
-        for token in sample.tokens.tolist()
-    ]
+    filler = _filler(source) if "needle" in wanted.tasks else []
     replicas = Layout(replicate=world.size)
     with open_mesh(replicas, world, device), eval_mode(model), autocast(run.train):
         found = []
@@ -118,7 +123,8 @@ def evaluate(
         raise UserError(
             f"data.context = {run.data.context:,} has no room for {' or '.join(wanted.tasks)}"
         )
-    return Evaluation(run, str(folder), step, source.describe(), losses, accuracies(answered))
+    data, recalled = source.describe(), accuracies(answered)
+    return Evaluation(run, str(folder), step, data, changes, losses, recalled)
 
 
 def _open(folder: Path, run: Run) -> Source:
@@ -135,12 +141,37 @@ def _open(folder: Path, run: Run) -> Source:
 
 
 def _tokenizer_of_tasks(source: Source, run: Run, wanted: Wanted) -> Tokenizer | None:
-    if wanted.tasks and source.tokenizer is None:
+    tokenizer = source.tokenizer
+    if not wanted.tasks:
+        return tokenizer
+    if tokenizer is None:
         raise UserError(
             f"{' and '.join(wanted.tasks)} need text, and data.source = {run.data.source!r} has "
             "none: its loss tells how well values are recalled"
         )
-    return source.tokenizer
+    decoded = tokenizer.decode(tokenizer.encode(ANSWERS))
+    if "".join(decoded.split()) != "".join(ANSWERS.split()):  # where all are one unknown token
+        raise UserError(
+            f"{' and '.join(wanted.tasks)} ask for numbers, which the tokenizer {tokenizer.name} "
+            "does not distinguish"
+        )
+    return tokenizer
+
+
+def _filler(source: Source) -> list[int]:
+    """Tokens of text of the validation split, without padding and ends of documents."""
+    eos = source.tokenizer.eos if source.tokenizer else None
+    found: list[int] = []
+    for sample in source.validation_samples(FILLER):
+        is_text = (
+            np.ones(len(sample.tokens), dtype=np.bool_) if eos is None else sample.tokens != eos
+        )
+        if sample.documents is not None:
+            is_text &= sample.documents >= 0
+        found += sample.tokens[is_text].tolist()
+    if not found:
+        raise UserError("the validation split has no text to hide a fact in: use data that has one")
+    return found
 
 
 def _gathered(mine: list[T], world: World) -> list[list[T]]:

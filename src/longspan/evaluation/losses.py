@@ -23,6 +23,8 @@ from longspan.nn import logits_of
 T = TypeVar("T")
 FIRST_BUCKET = 256
 """Positions 0 to 255 are the first bucket; each further one is as long as all before it."""
+BEFORE = 8
+"""Tokens before a text that it is decoded with."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def sample_loss(
         if count := int(chosen.sum()):
             nats = float(losses[start:stop][chosen].sum())
             documents.append(DocumentLoss(index, start, count, nats))
-    size = None if tokenizer is None else text_bytes(sample.targets, tokenizer)
+    size = None if tokenizer is None else text_bytes(sample, tokenizer)
     return SampleLoss(by_position, documents, size)
 
 
@@ -112,12 +114,28 @@ def bucket_edges(context: int) -> list[int]:
     return edges
 
 
-def text_bytes(targets: NDArray[np.int64], tokenizer: Tokenizer) -> int:
-    """Bytes of the text of the targets, without end-of-document tokens; each run by itself."""
-    ends = {IGNORE_INDEX} | ({tokenizer.eos} if tokenizer.eos is not None else set())
-    runs = np.split(targets, np.flatnonzero(np.isin(targets, list(ends))))
-    texts = (tokenizer.decode([t for t in run.tolist() if t not in ends]) for run in runs)
-    return sum(len(text.encode(errors="replace")) for text in texts)
+def text_bytes(sample: Sample, tokenizer: Tokenizer) -> int:
+    """Bytes of the text of a sample's targets, without end-of-document tokens.
+
+    Targets are decoded after a few tokens of their document: some tokenizers drop a space at the
+    beginning of a text, and a character may have begun before them.
+    """
+    is_text = sample.targets != IGNORE_INDEX
+    begins = np.zeros(len(is_text), dtype=np.bool_)
+    begins[document_starts(sample)] = True
+    if tokenizer.eos is not None:
+        is_text &= sample.targets != tokenizer.eos
+        begins |= sample.tokens == tokenizer.eos  # what follows it is another document
+    edges = np.flatnonzero(np.diff(is_text, prepend=False, append=False)).reshape(-1, 2)
+    total = 0
+    for first, stop in edges.tolist():
+        since = np.flatnonzero(begins[max(0, first + 1 - BEFORE) : first + 1])
+        start = max(0, first + 1 - BEFORE) + (int(since[-1]) if len(since) else 0)
+        before = [t for t in sample.tokens[start : first + 1].tolist() if t != tokenizer.eos]
+        texts = (before, [*before, *sample.targets[first:stop].tolist()])
+        without, whole = (len(tokenizer.decode(x).encode(errors="replace")) for x in texts)
+        total += whole - without
+    return total
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ folder `train.init_from`, or without one from `train.seed`.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,8 +46,30 @@ def base_reader(run: Run) -> Callable[[str, Region], Tensor]:
     return base
 
 
+def base_key(run: Run) -> dict[str, str]:
+    """What identifies the weights that LoRA freezes, of a folder, which a checkpoint lacks."""
+    if not run.model.lora.rank or not run.train.init_from:
+        return {}
+    return {"train.init_from": f"weights {fingerprint(Path(run.train.init_from))}"}
+
+
+def check_base(run: Run, saved: Checkpoint) -> None:
+    """Raise UserError if the frozen weights are not those that a checkpoint was trained on."""
+    key = saved.state.get("resume_key")
+    key = key if isinstance(key, dict) else {}
+    now: dict[str, Any] = base_key(run) or {"train.seed": run.train.seed}
+    for name, value in now.items():
+        if key.get(name) != value:
+            given = json.dumps(getattr(run.train, name.removeprefix("train.")))
+            raise UserError(
+                f"{saved.path} was trained on other weights than {name} = {given} gives, so that "
+                "its LoRA updates do not fit them: restore those weights or that value"
+            )
+
+
 def merged(run: Run, saved: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """The weights of the plain model, in float32: W + alpha / rank · B A where there is an A."""
+    check_base(run, saved)
     base, shapes = base_reader(run), parameter_shapes(new_decoder(run))
     scale = run.model.lora.alpha / max(1, run.model.lora.rank)
     for name, shape in shapes.items():

@@ -22,9 +22,7 @@ class MetricsFile:
     def __init__(self, path: Path | None, *, step: int, sinks: Sinks | None = None) -> None:
         self._file, self._sinks = None, sinks
         if path is not None:
-            kept = [
-                json.dumps(_finite(line)) for line in read_metrics(path) if line["step"] <= step
-            ]
+            kept = [json.dumps(finite(line)) for line in read_metrics(path) if line["step"] <= step]
             try:
                 atomic_write_text(path, "".join(f"{line}\n" for line in kept))
             except OSError as error:
@@ -33,7 +31,7 @@ class MetricsFile:
 
     def write(self, line: dict[str, Any]) -> None:
         if self._file is not None:
-            line = _finite(line)
+            line = finite(line)
             self._file.append(json.dumps(line))
             if self._sinks is not None:
                 self._sinks.write(line)
@@ -46,11 +44,13 @@ class MetricsFile:
             self._file.close()
 
 
-def _finite(line: Any) -> Any:
-    """A line as JSON has it, which has no NaN and no infinity: non-finite values become null."""
-    if isinstance(line, dict):
-        return {key: _finite(value) for key, value in line.items()}
-    return None if isinstance(line, float) and not math.isfinite(line) else line
+def finite(value: Any) -> Any:
+    """A value as JSON has it, which has no NaN and no infinity: non-finite numbers become null."""
+    if isinstance(value, dict):
+        return {key: finite(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

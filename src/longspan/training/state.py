@@ -34,7 +34,7 @@ from longspan.engines.muon import Muon
 from longspan.engines.optimizer import ADAMW_KEYS, state_keys
 from longspan.engines.protocol import ReadTensor
 from longspan.errors import Damaged, Diverged, UserError, first_problem
-from longspan.export.lora import fingerprint
+from longspan.export.lora import base_key
 from longspan.nn import is_adapter
 from longspan.parallel.collectives import all_reduce_max
 from longspan.parallel.mesh import ParallelMesh
@@ -94,16 +94,9 @@ def resume_key(run: Run, source: Source) -> dict[str, Any]:
         "data.context": run.data.context,
         "data.documents": "isolate" if run.data.isolates else "join",
         "train.seed": run.train.seed,
-        **_frozen(run),
+        **base_key(run),
         DATA: f"{source.describe()}; SHA-256 {source.fingerprint}",
     }
-
-
-def _frozen(run: Run) -> dict[str, str]:
-    """The weights that LoRA freezes, which a checkpoint does not hold."""
-    if not run.model.lora.rank or not run.train.init_from:
-        return {}
-    return {"train.init_from": f"weights {fingerprint(Path(run.train.init_from))}"}
 
 
 def _sections(model: Model, attention: Attention) -> dict[str, Any]:
