@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from longspan.config import Model
+
+Shape = tuple[int, ...]
+ADAPTERS = (".lora_a", ".lora_b")
 
 
 def rank_for(in_features: int, out_features: int, keep: float) -> int:
@@ -106,6 +111,81 @@ def lora_rank_of(model: Model, name: str) -> int:
     return model.lora.rank if fnmatchcase(name, model.lora.layers) else 0
 
 
+def block_shapes(model: Model, block: int) -> dict[str, Shape]:
+    """The shapes of a block's parameters, by their names in it."""
+    norms = {"attention_norm": model.hidden, "mlp_norm": model.hidden}
+    if model.sub_layer_norm:
+        norms |= {"attention.norm": model.heads * model.head_dim, "mlp.norm": model.ffn}
+    if model.qk_norm:
+        norms |= {f"attention.{name}_norm": model.head_dim for name in ("query", "key")}
+    shapes: dict[str, Shape] = {f"{name}.weight": (width,) for name, width in norms.items()}
+    if model.learnable_sinks:
+        shapes["attention.sinks"] = (model.heads,)
+    for name, (inputs, outputs) in linear_sizes(model).items():
+        rank = rank_of(model, f"blocks.{block}.{name}", inputs, outputs)
+        rank *= model.sketch.terms if model.linear == "sketched" else 1
+        if rank:
+            shapes |= {f"{name}.s1": (inputs, rank), f"{name}.s2": (rank, outputs)}
+        else:
+            shapes[f"{name}.weight"] = (outputs, inputs)
+        if model.has_bias(name):
+            shapes[f"{name}.bias"] = (outputs,)
+        if lora := lora_rank_of(model, f"blocks.{block}.{name}"):
+            shapes |= {f"{name}.lora_a": (lora, inputs), f"{name}.lora_b": (outputs, lora)}
+    return shapes
+
+
+def named_shapes(model: Model) -> Iterator[tuple[str, Shape]]:
+    """The name and shape of every parameter of a model."""
+    yield "embedding.weight", (model.vocab, model.hidden)
+    for block in range(model.layers):
+        for name, shape in block_shapes(model, block).items():
+            yield f"blocks.{block}.{name}", shape
+    yield "norm.weight", (model.hidden,)
+    if not model.tie_embeddings:
+        yield "head.weight", (model.vocab, model.hidden)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter's name is that of A or B of a LoRA layer."""
+    return name.endswith(ADAPTERS)
+
+
+def trains(model: Model, freeze: Sequence[str], name: str) -> bool:
+    """Whether a parameter is trained: not if a glob of `train.freeze` matches it, with LoRA only
+    if it belongs to an update.
+    """
+    if model.lora.rank:
+        return is_adapter(name)
+    return not any(fnmatchcase(name, glob) for glob in freeze)
+
+
+def head_name(model: Model) -> str:
+    """The name of the output head's weight."""
+    return "embedding.weight" if model.tie_embeddings else "head.weight"
+
+
+def count_trained(model: Model, freeze: Sequence[str]) -> int:
+    """The number of parameters that are trained."""
+    if not freeze:
+        return count_adapters(model) or count_parameters(model)
+    shapes = (shape for name, shape in named_shapes(model) if trains(model, freeze, name))
+    return sum(map(math.prod, shapes))
+
+
+def count_frozen_products(model: Model, freeze: Sequence[str]) -> int:
+    """The elements of those matrices that a token is multiplied by and `freeze` matches."""
+    if not freeze:
+        return 0
+    head = head_name(model)
+    return sum(
+        math.prod(shape)
+        for name, shape in named_shapes(model)
+        if len(shape) == 2 and (name == head or name.startswith("blocks."))
+        if not trains(model, freeze, name)
+    )
+
+
 def count_adapters(model: Model) -> int:
     """The number of parameters of LoRA's updates."""
     if not model.lora.rank:
@@ -155,6 +235,7 @@ def linear_costs(model: Model) -> tuple[Cost, Cost]:
     return dense_total, total
 
 
-def checkpoint_bytes(model: Model) -> int:
-    """Bytes of a checkpoint: float32 weights, and the two moments of Adam."""
-    return 12 * (count_adapters(model) or count_parameters(model))
+def checkpoint_bytes(model: Model, freeze: Sequence[str]) -> int:
+    """Bytes of a checkpoint: float32 weights, and the two moments of Adam of those trained."""
+    stored = count_adapters(model) or count_parameters(model)
+    return 4 * stored + 8 * count_trained(model, freeze)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from longspan.attention import Pattern
 from longspan.config import Model
-from longspan.costs import linear_costs
+from longspan.costs import count_frozen_products, linear_costs
 
 
 class StageFlops(NamedTuple):
@@ -32,18 +32,19 @@ def stage_flops(model: Model, patterns: Sequence[Pattern], context: int) -> Stag
 
 
 def flops_per_sample(
-    model: Model, patterns: Sequence[Pattern], context: int
+    model: Model, patterns: Sequence[Pattern], context: int, freeze: Sequence[str] = ()
 ) -> tuple[float, float]:
     """Training FLOPs of one sequence: of matrix products (6 per weight and token), of attention.
 
     `patterns` are those of the layers.
     As is usual for MFU, the backward pass counts twice the forward pass, and recomputation does not
     count. An untied embedding is looked up, not multiplied by. The fixed factors of sketched layers
-    are multiplied by, but have no gradient.
+    are multiplied by, but have no gradient, nor do weights that a glob of `freeze` matches.
     """
     _, linear = linear_costs(model)
-    head = 4 if model.lora.rank else 6  # a frozen head has no gradient
+    head = 4 if model.lora.rank else 6  # a frozen weight has no gradient
     matrices = linear.forward + linear.backward + head * model.hidden * model.vocab
+    matrices -= 2 * count_frozen_products(model, freeze)
     return float(matrices * context), 3.0 * sum(_by_layer(model, patterns, context))
 
 

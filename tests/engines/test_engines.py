@@ -22,6 +22,7 @@ from longspan.config import Run
 from longspan.engines import Engine
 from longspan.engines.optimizer import set_learning_rate
 from longspan.engines.settings import zero_stage
+from longspan.models.decoder import initial_weight
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training import train
@@ -102,6 +103,7 @@ CHAIN = [
     (4, [*DEEPSPEED, "layout.zero=2"]),
 ]
 """The last step, and the engine; one native process runs the first step and the last."""
+CHAINS = {"chain": [], "frozen chain": ['train.freeze=["embedding.*","blocks.0.mlp.*","norm.*"]']}
 
 
 def run_of(world: int, *overrides: str) -> Run:
@@ -120,9 +122,10 @@ def train_all(rank: int, world: int, folder: str) -> None:
     for name, case in CASES.items():
         options = [option.format(folder=folder) for option in case]
         train(run_of(world, *options), Path(folder, name), world=World(rank, world, rank))
-    for steps, options in CHAIN:
-        run = run_of(world, *options, f"train.steps={steps}")
-        train(run, Path(folder, "chain"), resume=True, world=World(rank, world, rank))
+    for name, settings in CHAINS.items():
+        for steps, options in CHAIN:
+            run = run_of(world, *settings, *options, f"train.steps={steps}")
+            train(run, Path(folder, name), resume=True, world=World(rank, world, rank))
 
 
 def skip_steps(rank: int, world: int, options: list[list[str]]) -> list[list[float]]:
@@ -186,9 +189,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("engines")
     (folder / "ds.json").write_text(json.dumps(ADDED))
     train(run_of(1), folder / "single")
-    train(run_of(1, "train.steps=1"), folder / "chain")
+    train(run_of(1, *CHAINS["frozen chain"]), folder / "frozen single")
+    for name, settings in CHAINS.items():
+        train(run_of(1, *settings, "train.steps=1"), folder / name)
     run_in_fresh_processes(train_all, 2, str(folder))
-    train(run_of(1), folder / "chain", resume=True)
+    for name, settings in CHAINS.items():
+        train(run_of(1, *settings), folder / name, resume=True)
     return folder
 
 
@@ -206,13 +212,29 @@ def trained(run_dir: Path) -> tuple[Tensor, dict[str, Tensor]]:
     return torch.tensor(steps + evaluated[-1:], dtype=torch.float64), tensors
 
 
-@pytest.mark.parametrize("case", [*CASES, "chain"])
+@pytest.mark.parametrize("case", [*CASES, *CHAINS])
 def test_an_engine_does_not_change_the_run(folder: Path, case: str) -> None:
-    (losses, tensors), (expected, reference) = trained(folder / case), trained(folder / "single")
+    single = "frozen single" if case == "frozen chain" else "single"
+    (losses, tensors), (expected, reference) = trained(folder / case), trained(folder / single)
     torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
     assert tensors.keys() == reference.keys()
     for name, x in tensors.items():
         assert (x - reference[name]).norm() <= 1e-4 * reference[name].norm(), name
+
+
+def test_frozen_parameters_stay_what_they_were_in_every_engine(folder: Path) -> None:
+    run = run_of(1, *CHAINS["frozen chain"])
+    _, tensors = trained(folder / "frozen chain")
+    frozen = {
+        name: x
+        for name, x in tensors.items()
+        if name.startswith(("model/embedding.", "model/blocks.0.mlp.", "model/norm."))
+    }
+    assert len(frozen) == 5
+    for name, x in frozen.items():
+        name = name.removeprefix("model/")
+        assert torch.equal(x, initial_weight(run.model, run.train.seed, name, x.shape))
+        assert not any(key.startswith(f"optimizer/{name}") for key in tensors)
 
 
 def test_each_rank_saves_its_shard(folder: Path) -> None:

@@ -54,6 +54,7 @@ def run_of(world: int, *options: str) -> Run:
                 "layout.pipeline=2",
                 "layout.sequence=2",
                 "train.global_batch=2",
+                'train.freeze=["blocks.1.*","norm.*"]',
             ],
             4,
         ),

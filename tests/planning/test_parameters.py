@@ -6,11 +6,11 @@ import math
 
 import pytest
 
-from longspan.costs import count_parameters
+from longspan.costs import block_shapes, count_parameters
 from longspan.models import new_decoder, parameter_shapes
 from longspan.planning import memory_per_rank
 from longspan.planning.counting import counted_parameters
-from longspan.planning.parameters import ModelSplit, block_shapes
+from longspan.planning.parameters import ModelSplit
 from longspan.runfile import load_run
 
 SMALL = [

@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from longspan.checkpoint import load
+from longspan.costs import count_trained
 from longspan.errors import UserError
+from longspan.models import new_decoder
+from longspan.models.decoder import initial_weight
+from longspan.planning import memory_per_rank
 from longspan.runfile import load_run
+from longspan.training import train
 from tests.harness import Ranks
-from tests.parallel.test_apply import ids, single_process_steps, steps_of
-from tests.steps import assert_same_steps
+from tests.parallel.test_apply import ids, run_of, single_process_steps, steps_of
+from tests.slow import slow
+from tests.steps import assert_same_steps, full_weights
 
 Z_LOSS = "train.z_loss=0.5"
 
@@ -34,3 +43,99 @@ def test_z_loss_takes_the_same_steps_in_a_layout(
 def test_z_loss_with_a_model_of_your_own_is_refused() -> None:
     with pytest.raises(UserError, match=r"(?m)^  train.z_loss +is not supported"):
         load_run(None, ["model.factory=a:b", "train.z_loss=1e-4"])
+
+
+FREEZE = 'train.freeze=["embedding.*","blocks.0.*"]'
+SMALL = [
+    *("model.hidden=32", "model.heads=2", "model.ffn=48", "data.context=64", "track.prompt="),
+    *("attention.kind=dense", "train.warmup_steps=1", "train.eval_samples=1"),
+    *("train.schedule=constant", "train.lr=0.01"),
+]
+
+
+def tensors(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    path = run_dir / "checkpoints" / f"step-{step:08d}"
+    return {f"{g}/{n}": x for g in ("model", "optimizer") for n, x in load(path, g).items()}
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, ["layout.zero=3", "train.optimizer=muon"]),
+        (2, ["layout.pipeline=2", "model.tie_embeddings=false"]),  # the first stage is frozen
+        (4, ["layout.tensor=2", "layout.replicate=2"]),
+        pytest.param(4, ["layout.pipeline=2", "layout.shard=2"], marks=slow("parity")),
+        pytest.param(4, ["layout.sequence=2", "layout.shard=2"], marks=slow("parity")),
+        pytest.param(2, ["layout.replicate=2", "layout.shard=1"], marks=slow("parity")),
+        pytest.param(2, ["train.activation_checkpointing=full"], marks=slow("parity")),
+    ],
+    ids=ids,
+)
+def test_frozen_parameters_stay_what_they_were(ranks: Ranks, world: int, layout: list[str]) -> None:
+    settings = [FREEZE, *(x for x in layout if not x.startswith("layout."))]
+    found = ranks.run(steps_of, world, [*layout, *settings])
+    assert_same_steps(found, single_process_steps(*settings))
+    run, unfrozen = run_of(1, *settings), 0
+    for key, weight in full_weights(found).items():
+        name = key.removeprefix("model/")
+        initial = initial_weight(run.model, run.train.seed, name, weight.shape)
+        is_frozen = name.startswith(("embedding.", "blocks.0."))
+        assert torch.equal(weight, initial) == is_frozen, name
+        unfrozen += not is_frozen
+    assert unfrozen > 0
+
+
+def test_a_frozen_run_resumes_to_the_same_bytes_without_state_of_frozen_parameters(
+    tmp_path: Path,
+) -> None:
+    options = [*SMALL, FREEZE]
+    train(load_run(None, [*options, "train.steps=2"]), tmp_path / "whole")
+    train(load_run(None, [*options, "train.steps=1"]), tmp_path / "resumed")
+    train(load_run(None, [*options, "train.steps=2"]), tmp_path / "resumed", resume=True)
+    expected, found = tensors(tmp_path / "whole", 2), tensors(tmp_path / "resumed", 2)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    assert any(name.startswith("model/embedding.") for name in expected)
+    states = {name for name in expected if name.startswith("optimizer/")}
+    assert states
+    assert not any(name.startswith("optimizer/embedding.") or ".0." in name for name in states)
+    with pytest.raises(UserError, match=r"train\.freeze was \['embedding\.\*', 'blocks"):
+        train(load_run(None, [*SMALL, "train.steps=2"]), tmp_path / "resumed", resume=True)
+
+
+def test_the_planner_counts_what_is_trained() -> None:
+    options = ["model.layers=3", "model.tie_embeddings=false", "train.precision=fp32"]
+    run = load_run(None, [*options, 'train.freeze=["embedding.*","blocks.1.*"]'])
+    model = new_decoder(run)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    assert count_trained(run.model, run.train.freeze) == trained
+    (memory,) = memory_per_rank(run, 1)
+    assert (memory.gradients, memory.optimizer) == (4 * trained, 8 * trained)
+    assert memory.parameters == 4 * sum(p.numel() for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("freeze", "message"),
+    [
+        ('["blocks.*.mpl.*"]', r"'blocks.\*.mpl.\*' matches no parameter"),
+        ('["blocks.0.mlp.upp.weight"]', "did you mean blocks.0.mlp.up.weight"),
+        ('["layers.0.*"]', "use names such as embedding.weight and blocks.0"),
+        ('["*"]', "matches every parameter"),
+    ],
+)
+def test_globs_that_match_nothing_or_everything_are_refused(freeze: str, message: str) -> None:
+    with pytest.raises(UserError, match=rf"(?m)^  train.freeze +.*{message}"):
+        load_run(None, [f"train.freeze={freeze}"])
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["model.lora.rank=4"], "train.freeze"),
+        (["layout.pipeline=2", "layout.schedule=zbv"], "layout.schedule"),
+        (["engine.name=deepspeed", "engine.offload_param=nvme"], "train.freeze"),
+    ],
+)
+def test_what_freezing_does_not_support_is_refused(options: list[str], key: str) -> None:
+    with pytest.raises(UserError, match=rf"(?m)^  {key} "):
+        load_run(None, [FREEZE, *options], world=2)

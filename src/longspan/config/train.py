@@ -53,6 +53,9 @@ class Train(Section):
     """AdamW's epsilon, added to the denominator for numerical stability."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Maximum global gradient norm; 0 turns gradient clipping off."""
+    freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    """Globs over the names of parameters that are not trained (`["embedding.*", "blocks.0.*"]`):
+    they have no gradient and no optimizer state."""
     z_loss: Annotated[float, Field(ge=0, le=1)] = 0.0
     """Coefficient c of the z-loss c · log²Z per token (PaLM: 1e-4), which keeps the denominator Z
     of the output softmax near 1. It adds to the gradient; the logged loss is the cross-entropy."""

@@ -36,6 +36,7 @@ class DecoderSpec:
             self.model.context,
             has_documents=self.model.has_documents,
             z_loss=self.model.z_loss,
+            freeze=self.model.freeze,
         )
 
     def parallelize(

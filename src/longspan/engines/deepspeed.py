@@ -171,7 +171,10 @@ class DeepSpeedEngine:
         state, is_main = self.optimizer.state, self._mesh.world.is_main
         keys = [None, *(MOMENTS if state else ())]
         for local in self._local_parameters() if self._stage or is_main else ():
-            for key in keys:
+            is_trained = local.parameter.requires_grad
+            if not is_trained and self._stage < 3 and not is_main:
+                continue  # every rank has it
+            for key in keys if is_trained else [None]:
                 name = f"model/{local.name}" if key is None else f"optimizer/{local.name}.{key}"
                 values = self._values(local, key)
                 if self._partitions.is_swapped(local.fragment.group):
@@ -179,7 +182,8 @@ class DeepSpeedEngine:
                 shards |= self._shards(name, local, values)
         if state and is_main:
             step = TensorShard.full(next(iter(state.values()))["step"])
-            shards |= {f"optimizer/{name}.step": step for name in self.shapes}
+            trained = [n for n, p in named_parameters(self.model) if p.requires_grad]
+            shards |= {f"optimizer/{name}.step": step for name in trained}
         return shards
 
     def _shards(self, name: str, local: LocalParameter, values: Tensor) -> dict[str, TensorShard]:
@@ -204,7 +208,7 @@ class DeepSpeedEngine:
         saved = {(name, key) for name, key, _ in entries}
         if not saved:
             return
-        step = read(f"{next(iter(self.shapes))}.step", Region.full(()))
+        step = read(f"{min(saved)[0]}.step", Region.full(()))
         for group, flat in enumerate(self._flat()):
             state = self.optimizer.state[flat]
             if not state:
@@ -225,11 +229,13 @@ class DeepSpeedEngine:
 
     def _flat(self) -> list[Tensor]:
         """The tensors that the optimizer updates."""
-        return list(self.model.parameters()) if self._stage == 0 else self._partitions.flat()
+        if self._stage > 0:
+            return self._partitions.flat()
+        return [p for p in self.model.parameters() if p.requires_grad]
 
     def _local_parameters(self, *, writes: bool = False) -> Iterator[LocalParameter]:
         """Each with its values in memory until the next is asked for."""
-        groups: dict[int, list[LocalParameter]] = {}
+        groups: dict[int | None, list[LocalParameter]] = {}
         for name, parameter in named_parameters(self.model):
             shape = self.shapes[name]
             fragment = self._partitions.fragment(parameter, shape)
@@ -245,7 +251,12 @@ class DeepSpeedEngine:
     def _values(self, local: LocalParameter, key: str | None = None) -> Tensor:
         """This rank's fp32 values of a parameter, or of one of its moments, flattened."""
         fragment = local.fragment
-        flat = local.parameter if self._stage == 0 else self._flat()[fragment.group]
+        if self._stage == 0:
+            flat: Tensor = local.parameter
+        elif fragment.group is None:
+            flat = self._partitions.frozen(local.parameter)
+        else:
+            flat = self._flat()[fragment.group]
         values: Tensor = flat if key is None else self.optimizer.state[flat][key]
         return values.detach().flatten().narrow(0, fragment.offset, fragment.size)
 

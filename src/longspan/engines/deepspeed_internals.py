@@ -20,8 +20,8 @@ class Fragment(NamedTuple):
 
     start: int
     size: int
-    group: int
-    """The index of the flat fp32 partition that holds them…"""
+    group: int | None
+    """The index of the flat fp32 partition that holds them, None of a frozen parameter…"""
     offset: int
     """…and where in it they begin."""
 
@@ -70,10 +70,13 @@ class ZeroPartitions:
             return Fragment(0, count, 0, 0)
         if self._stage == 3:
             share = parameter.ds_tensor.ds_numel  # the last rank's is padded
-            start = self._rank * share
-            group, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
+            start, group, offset = self._rank * share, None, 0
+            if parameter.requires_grad:
+                group, offset, _ = self._zero.grad_position[self._zero.get_param_id(parameter)]
             fragment = Fragment(start, max(0, min(share, count - start)), group, offset)
             return fragment if fragment.size else None
+        if not parameter.requires_grad:
+            return Fragment(0, count, None, 0)
         mapping = parameter._hp_mapping
         if mapping is None:
             return None
@@ -81,12 +84,19 @@ class ZeroPartitions:
         offset = mapping.hp_fragment_address.start
         return Fragment(address.start, address.numel, mapping.param_group_index, offset)
 
-    def is_swapped(self, group: int) -> bool:
+    def frozen(self, parameter: Any) -> Tensor:
+        """This rank's elements of a parameter that the optimizer does not update."""
+        found: Tensor = parameter.ds_tensor if self._stage == 3 else parameter
+        return found
+
+    def is_swapped(self, group: int | None) -> bool:
         """Whether ZeRO-3 keeps a group of parameters and their moments on NVMe."""
-        return self._stage == 3 and bool(self._zero._swappable_optimizer_subgroup(group))
+        if self._stage < 3 or group is None:
+            return False
+        return bool(self._zero._swappable_optimizer_subgroup(group))
 
     @contextmanager
-    def swapped_in(self, group: int, *, writes: bool) -> Iterator[None]:
+    def swapped_in(self, group: int | None, *, writes: bool) -> Iterator[None]:
         """A context in which a group is in memory, to be read or, with `writes`, changed.
 
         DeepSpeed's own setters refuse groups on NVMe.

@@ -40,6 +40,7 @@ def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
         {"params": parameters, "weight_decay": train.weight_decay if is_matrix else 0.0}
         for (is_matrix, _), parameters in sorted(kinds.items(), reverse=True)
     ]
+    groups = groups or [{"params": []}]  # of a pipeline stage that is frozen
     options: dict[str, Any] = {
         "lr": train.peak_lr,
         "betas": (train.beta1, train.beta2),
@@ -80,9 +81,10 @@ def step_unless(skip: Tensor, optimizer: torch.optim.Optimizer) -> None:
     Parameters that are offloaded to CPU are updated there.
     """
     if _is_fused(optimizer):
-        device = optimizer.param_groups[0]["params"][0].device
-        optimizer.found_inf = skip.to(device)  # type: ignore[attr-defined]
-        optimizer.step()
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
+        if (first := next(parameters, None)) is not None:
+            optimizer.found_inf = skip.to(first.device)  # type: ignore[attr-defined]
+            optimizer.step()
     elif not skip:
         optimizer.step()
 

@@ -31,6 +31,7 @@ from longspan.checkpoint import (
     save_file,
 )
 from longspan.config import Run
+from longspan.costs import is_adapter
 from longspan.data.tokenizer import MAX_BYTES
 from longspan.errors import UserError
 from longspan.export.config_json import hf_config, hf_name, needs_longspan
@@ -46,7 +47,6 @@ from longspan.export.tokenizer import special_ids, tokenizer_of, write_tokenizer
 from longspan.files import atomic_folder, open_safetensors, read_bounded, read_json_object
 from longspan.hf_config import CONFIG, cache_root, read_folder_config
 from longspan.models import new_decoder, parameter_shapes, stored_shapes
-from longspan.nn import is_adapter
 from longspan.runfile import load_run, saved_run_file
 from longspan.sketching import to_dense
 from longspan.wording import shown

@@ -18,13 +18,13 @@ from torch import Tensor
 
 from longspan.checkpoint import Checkpoint, Region
 from longspan.config import Run
+from longspan.costs import is_adapter
 from longspan.errors import UserError
 from longspan.export.huggingface import weight_reader
 from longspan.files import open_regular
 from longspan.hf_config import cache_root
 from longspan.models import new_decoder, parameter_shapes
 from longspan.models.decoder import initial_weight
-from longspan.nn import is_adapter
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 """What a fingerprint reads of each file of weights."""

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.attention import KVCache, Pattern, attend, patterns_of
 from longspan.config import Model, Run
-from longspan.costs import linear_sizes, lora_rank_of, rank_of
+from longspan.costs import is_adapter, linear_sizes, lora_rank_of, rank_of, trains
 from longspan.errors import UserError
 from longspan.nn import (
     GatedMLP,
@@ -26,8 +26,6 @@ from longspan.nn import (
     RotaryEmbedding,
     apply_rope,
     cross_entropy_sum,
-    freeze_base,
-    is_adapter,
     logits_of,
 )
 from longspan.sketching.layers import LowRankLinear, SKLinear, low_rank_std, seed_of, sketched_std
@@ -131,9 +129,11 @@ class Decoder(nn.Module):
         *,
         has_documents: bool = False,
         z_loss: float = 0.0,
+        freeze: Sequence[str] = (),
     ) -> None:
         """`patterns`: of each layer, or one for all; `has_documents`: whether `forward` will be
-        given documents; `z_loss`: that of `cross_entropy_sum`.
+        given documents; `z_loss`: that of `cross_entropy_sum`; `freeze`: globs over the
+        names of parameters that are not trained.
         """
         super().__init__()
         if isinstance(patterns, Pattern):
@@ -154,8 +154,17 @@ class Decoder(nn.Module):
         self.head = (
             None if model.tie_embeddings else nn.Linear(model.hidden, model.vocab, bias=False)
         )
-        if model.lora.rank:
-            freeze_base(self)
+        self.freeze = tuple(freeze)
+        self.freeze_parameters(self.named_parameters())
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter that has this name in one process is trained."""
+        return trains(self.config, self.freeze, name)
+
+    def freeze_parameters(self, parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Turn off the gradients of those that are not trained."""
+        for name, parameter in parameters:
+            parameter.requires_grad_(self.trains(name))
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
@@ -263,6 +272,7 @@ def new_decoder(run: Run) -> Decoder:
             run.data.context,
             has_documents=run.data.isolates,
             z_loss=run.train.z_loss,
+            freeze=run.train.freeze,
         )
 
 

@@ -1,6 +1,6 @@
 """Layers other than attention."""
 
-from longspan.nn.lora import LoRALinear, freeze_base, is_adapter
+from longspan.nn.lora import LoRALinear
 from longspan.nn.loss import cross_entropy_sum, logits_of
 from longspan.nn.mlp import GatedMLP, MakeLinear
 from longspan.nn.mode import eval_mode
@@ -16,7 +16,5 @@ __all__ = [
     "apply_rope",
     "cross_entropy_sum",
     "eval_mode",
-    "freeze_base",
-    "is_adapter",
     "logits_of",
 ]

@@ -6,8 +6,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-ADAPTERS = (".lora_a", ".lora_b")
-
 
 class LoRALinear(nn.Linear):
     """x Wᵀ + bias + alpha / rank · x Aᵀ Bᵀ, of which A (rank, in) and B (out, rank) are trained."""
@@ -23,14 +21,3 @@ class LoRALinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Map x (..., in) to (..., out)."""
         return super().forward(x) + self.scale * linear(linear(x, self.lora_a), self.lora_b)
-
-
-def is_adapter(name: str) -> bool:
-    """Whether a parameter's name is that of A or B of a LoRA layer."""
-    return name.endswith(ADAPTERS)
-
-
-def freeze_base(model: nn.Module) -> None:
-    """Leave only the adapters of a model to be trained."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(is_adapter(name))

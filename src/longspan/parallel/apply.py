@@ -45,7 +45,6 @@ from longspan.device import DTYPES
 from longspan.flops import stage_flops
 from longspan.models import Decoder
 from longspan.models.decoder import allocate, initialize
-from longspan.nn import freeze_base
 from longspan.parallel.activation_checkpointing import checkpointed
 from longspan.parallel.choices import reduce_dtype
 from longspan.parallel.dtensor import distribute_like
@@ -87,8 +86,7 @@ def parallelize(
         apply_sequence_parallel(model, mesh.sequence_group, mesh.ranks["tensor"])
     if mesh.ranks["tensor"] > 1:
         apply_tensor_parallel(model, mesh["tensor"], layout.megatron_sequence_parallel)
-    if model.config.lora.rank:  # the new parameters of tensor parallelism among them
-        freeze_base(model)
+    model.freeze_parameters(named_parameters(model))  # tensor parallelism has made new ones
     apply_to_blocks(model, train, communicates=mesh.sequence_group is not None)
     module: nn.Module = model
     if stages is not None:

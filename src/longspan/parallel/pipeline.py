@@ -117,6 +117,8 @@ class Stage(nn.Module):
         with self.forward_context():
             if self.embedding is not None:
                 x = scaled_embedding(self.embedding, x, self.embedding_scale)
+                if torch.is_grad_enabled() and not x.requires_grad:
+                    x.requires_grad_()  # all of the stage may be frozen, and its output needs one
             for index, block in enumerate(self.blocks):
                 x = block(x, rope, caches[index] if caches else None, documents)
             if self.norm is None or self.head is None:
@@ -156,6 +158,7 @@ class PipelinedDecoder(nn.Module):
         """`model`: what `drop_remote_layers` has left of it."""
         super().__init__()
         self._plan, self._config, self.positions = plan, model.config, model.positions
+        self._has_tied_gradients = model.config.tie_embeddings and model.trains("embedding.weight")
         self._mesh, self._group = mesh, mesh.get_group()
         self._local = {
             stage: Stage(
@@ -260,9 +263,7 @@ class PipelinedDecoder(nn.Module):
         """Sum the gradients of the two copies of a tied embedding, on both ranks."""
         first, last = self._plan.rank_of(0), self._plan.rank_of(self._plan.last)
         rank = self._mesh.get_local_rank()
-        if not self._config.tie_embeddings or rank not in (first, last):
-            return
-        if self._config.lora.rank:  # it is frozen
+        if not self._has_tied_gradients or rank not in (first, last):
             return
         gradients = [
             gradient

@@ -22,6 +22,7 @@ from longspan.attention.context_parallel.kv_exchange import KVExchange, plan_exc
 from longspan.attention.context_parallel.sharded import strategy_of
 from longspan.attention.context_parallel.sparse_kv import receive_rows
 from longspan.config import Run
+from longspan.costs import block_shapes, trains
 from longspan.data import Batch
 from longspan.device import autocast
 from longspan.engines import DecoderSpec
@@ -84,6 +85,13 @@ def check_plan(run: Run, gpus: int) -> Check:
         raise UserError(
             "plan --check does not count the collectives of model.lora, whose updates tensor "
             "parallelism splits by itself: check the run with model.lora.rank=0"
+        )
+    model, freeze = run.model, run.train.freeze
+    first = ["embedding.weight", *(f"blocks.0.{name}" for name in block_shapes(model, 0))]
+    if not any(trains(model, freeze, name) for name in first):
+        raise UserError(
+            "plan --check counts a backward pass of every block, but train.freeze leaves the first "
+            "without one: check the run without it"
         )
     start = time.perf_counter()
     degrees = Degrees.of(run.layout, gpus)

@@ -19,8 +19,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from longspan.config import Run
+from longspan.costs import Shape
 from longspan.planning.communication_in_blocks import sequence_traffic, tensor_traffic
-from longspan.planning.parameters import Shape
 from longspan.planning.traffic import FLOAT32, Step, Traffic
 
 __all__ = ["Traffic", "communication"]
@@ -61,11 +61,11 @@ def _gradients_of_replicas(step: Step) -> Iterator[Traffic]:
         return
     ranks, method = step.ranks.replicate, step.layout.gradient_compression
     # Gradients are ready in about the reverse order of the parameters.
-    outer = [] if step.model.lora.rank else step.outer_shapes(embedding=True, head=True)
-    shapes = list(reversed(outer[1:]))
+    first = step.outer_shapes(embedding=True, head=False, trained=True)
+    shapes = step.outer_shapes(embedding=False, head=True, trained=True)[::-1]
     for block, copies in reversed(step.blocks()):
         shapes += copies * list(reversed(step.trained_shapes(block)))
-    buckets = _buckets([*shapes, *outer[:1]])
+    buckets = _buckets([*shapes, *first])
     if method == "powersgd":
         # Uncompressed tensors, and the two factors of the others, by bucket; after ten steps.
         yield from (
@@ -164,7 +164,8 @@ def _groups(step: Step) -> Iterator[tuple[bool, list[Shape], list[Shape], int]]:
     ends += [] if is_one else [(False, True)] * step.is_last
     for embedding, head in ends:
         shapes = step.outer_shapes(embedding=embedding, head=head)
-        yield False, shapes, [] if step.model.lora.rank else shapes, 1
+        trained = step.outer_shapes(embedding=embedding, head=head, trained=True)
+        yield False, shapes, trained, 1
 
 
 def padded(shape: Shape, shards: int) -> int:
@@ -188,7 +189,7 @@ def _between_stages(step: Step) -> Iterator[Traffic]:
         purpose = f"activations and gradients, {what} stage"
         yield Traffic("pipeline", "send_recv", ranks, size, calls, purpose, overlaps=True)
     ends = plan.rank_of(0), plan.rank_of(plan.last)
-    is_tied = step.model.tie_embeddings and not step.model.lora.rank
+    is_tied = step.model.tie_embeddings and step.trains("embedding.weight")
     if is_tied and rank in ends and ends[0] != ends[1]:
         rows = -(-step.model.vocab // step.ranks.tensor // step.ranks.shards)
         size = FLOAT32 * rows * step.model.hidden

@@ -59,7 +59,7 @@ def _fewer_layers(run: Run, gpus: int) -> tuple[Run, list[tuple[int, int]]]:
     Building blocks takes most of the time. Also returns, for each block of it, the first block of
     `run` that it stands for, and how many.
     """
-    if parameters_differ(run.model):
+    if parameters_differ(run):
         return run, [(block, 1) for block in range(run.model.layers)]
     stages = ModelSplit(run, gpus).stages
     layers = [range(run.model.layers)] if stages is None else stages.layers

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from longspan.config import Run
-from longspan.costs import linear_sizes
+from longspan.costs import linear_sizes, trains
 from longspan.parallel.choices import reduce_dtype
 from longspan.planning.activations import Activations, BlockActivations
 from longspan.planning.parameters import Degrees, ModelSplit, RankParameter
@@ -99,7 +99,7 @@ class _Counts:
     def __init__(self, parameters: Iterable[RankParameter], run: Run) -> None:
         self.local = self.moments = self.autocast = self.head = self.outside_blocks = 0
         self.trained = self.trained_gathered = 0
-        optimizer, has_lora = run.train.optimizer, run.model.lora.rank > 0
+        optimizer = run.train.optimizer
         blocks: dict[int, int] = {}
         copies: dict[int, int] = {}
         for p in parameters:
@@ -107,13 +107,14 @@ class _Counts:
             block = p.block
             is_matrix = block is not None and p.name.endswith(MATRIX) and not p.name.endswith(NORM)
             kind = "momentum" if optimizer == "muon" and is_matrix else optimizer
-            if not has_lora or ".lora_" in p.name:
+            is_trained = trains(run.model, run.train.freeze, p.name)
+            if is_trained:
                 self.trained += p.copies * p.local
                 self.trained_gathered += p.copies * p.gathered
                 self.moments += p.copies * _moment_bytes(p.local, kind)
             if block is None:
                 self.outside_blocks += p.gathered
-                if not has_lora:  # whose head has no gradient
+                if is_trained:
                     self.head = max(self.head, p.gathered)  # or the tied embedding
                 continue
             if is_matrix:

@@ -12,11 +12,10 @@ from typing import NamedTuple
 
 from longspan.attention import Pattern, patterns_of
 from longspan.config import Layout, Model, Run
-from longspan.costs import linear_sizes, lora_rank_of, rank_of
+from longspan.costs import Shape, block_shapes, linear_sizes, lora_rank_of, rank_of, trains
 from longspan.flops import stage_flops
 from longspan.parallel.pipeline_schedule import StagePlan, plan_stages
 
-Shape = tuple[int, ...]
 SIGN_TABLE_BYTES = 8 * 256
 """The table with which each sketched layer unpacks its signs."""
 
@@ -86,7 +85,7 @@ class ModelSplit:
             flops = stage_flops(run.model, self.patterns, run.data.context)
             self.stages = plan_stages(run.layout, run.model.layers, flops, self.degrees.pipeline)
         self._kinds = _block_kinds(run)
-        self._parameters_differ = parameters_differ(run.model)
+        self._parameters_differ = parameters_differ(run)
 
     def first_rank(self, stage: int) -> int:
         """The first rank at an index of the pipeline axis; no other there has larger shards."""
@@ -190,34 +189,23 @@ def tensor_dim(model: Model, name: str) -> int | None:
     return 0
 
 
-def block_shapes(model: Model, block: int) -> dict[str, Shape]:
-    """The shapes of a block's parameters, by their names in it."""
-    norms = {"attention_norm": model.hidden, "mlp_norm": model.hidden}
-    if model.sub_layer_norm:
-        norms |= {"attention.norm": model.heads * model.head_dim, "mlp.norm": model.ffn}
-    if model.qk_norm:
-        norms |= {f"attention.{name}_norm": model.head_dim for name in ("query", "key")}
-    shapes: dict[str, Shape] = {f"{name}.weight": (width,) for name, width in norms.items()}
-    if model.learnable_sinks:
-        shapes["attention.sinks"] = (model.heads,)
-    for name, (inputs, outputs) in linear_sizes(model).items():
-        rank = rank_of(model, f"blocks.{block}.{name}", inputs, outputs)
-        rank *= model.sketch.terms if model.linear == "sketched" else 1
-        if rank:
-            shapes |= {f"{name}.s1": (inputs, rank), f"{name}.s2": (rank, outputs)}
-        else:
-            shapes[f"{name}.weight"] = (outputs, inputs)
-        if model.has_bias(name):
-            shapes[f"{name}.bias"] = (outputs,)
-        if lora := lora_rank_of(model, f"blocks.{block}.{name}"):
-            shapes |= {f"{name}.lora_a": (lora, inputs), f"{name}.lora_b": (outputs, lora)}
-    return shapes
-
-
-def _block_kinds(run: Run) -> list[tuple[Pattern, Shape]]:
-    """What blocks may differ in, of each: the pattern, and the ranks of their linear layers."""
+def _block_kinds(run: Run) -> list[tuple[Pattern, Shape, tuple[str, ...]]]:
+    """What blocks may differ in, of each: the pattern, the ranks of their linear layers, and the
+    names of frozen parameters.
+    """
     patterns = patterns_of(run.attention, run.model.layers)
-    return list(zip(patterns, _linear_ranks(run.model), strict=True))
+    return list(zip(patterns, _linear_ranks(run.model), _frozen(run), strict=True))
+
+
+def _frozen(run: Run) -> list[tuple[str, ...]]:
+    """The names of those parameters of each block, within it, that `train.freeze` matches."""
+    model, freeze = run.model, run.train.freeze
+    if not freeze:
+        return [()] * model.layers
+    return [
+        tuple(x for x in block_shapes(model, i) if not trains(model, freeze, f"blocks.{i}.{x}"))
+        for i in range(model.layers)
+    ]
 
 
 def _linear_ranks(model: Model) -> list[Shape]:
@@ -239,9 +227,9 @@ def blocks_differ(run: Run) -> bool:
     return len(set(_block_kinds(run))) > 1
 
 
-def parameters_differ(model: Model) -> bool:
-    """Whether blocks differ in the shapes of their parameters."""
-    return len(set(_linear_ranks(model))) > 1
+def parameters_differ(run: Run) -> bool:
+    """Whether blocks differ in the shapes of their parameters, or in which of them are frozen."""
+    return len(set(zip(_linear_ranks(run.model), _frozen(run), strict=True))) > 1
 
 
 def _chunk(size: int, ranks: int, rank: int) -> int:

@@ -159,7 +159,7 @@ def plan(run: Run, gpus: int, device: Device | None = None, tokens: int | None =
     parameters = count_parameters(run.model)
     context, ranks = run.data.context, run.layout.resolve(gpus)
     matrices, attention = flops_per_sample(
-        run.model, patterns_of(run.attention, run.model.layers), context
+        run.model, patterns_of(run.attention, run.model.layers), context, run.train.freeze
     )
     return Plan(
         gpus=gpus,
@@ -170,7 +170,7 @@ def plan(run: Run, gpus: int, device: Device | None = None, tokens: int | None =
         attention_flops=attention / context,
         stages=memory_per_rank(run, gpus),
         micro_batch_tokens=run.train.micro_batch * context // ranks["sequence"],
-        checkpoint_bytes=checkpoint_bytes(run.model),
+        checkpoint_bytes=checkpoint_bytes(run.model, run.train.freeze),
         alternatives=_alternatives(run, gpus),
         forecast=None if device is None else forecast(run, gpus, device, tokens),
         ladder=None if device is None else ladder(run, gpus, device, int(usable_memory(device))),
@@ -190,7 +190,7 @@ def _alternative(run: Run, gpus: int, linear: str, fraction: Fraction) -> Altern
     layout = run.layout.model_copy(update={"megatron_sequence_parallel": False})
     other = run.model_copy(update={"model": model, "layout": layout})
     patterns = patterns_of(run.attention, model.layers)
-    flops = flops_per_sample(model, patterns, run.data.context)
+    flops = flops_per_sample(model, patterns, run.data.context, run.train.freeze)
     return Alternative(
         linear=linear,
         fraction=str(fraction),

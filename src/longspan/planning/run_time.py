@@ -18,7 +18,14 @@ from longspan.attention.pattern import Dense, Dilated, Pattern, patterns_of
 from longspan.attention.window import Window
 from longspan.config import Layout, Model, Run
 from longspan.constants import MUON_ITERATIONS
-from longspan.costs import count_adapters, count_parameters, linear_sizes, lora_rank_of, rank_of
+from longspan.costs import (
+    count_trained,
+    head_name,
+    linear_sizes,
+    lora_rank_of,
+    rank_of,
+    trains,
+)
 from longspan.errors import UserError
 from longspan.flops import (
     StageFlops,
@@ -130,7 +137,8 @@ def compute_time(run: Run, gpus: int, device: Device, rates: RunRates) -> RunTim
         device=device,
         gpus=gpus,
         step_tokens=run.train.global_batch * context,
-        flops=run.train.global_batch * sum(flops_per_sample(model, shape.patterns, context)),
+        flops=run.train.global_batch
+        * sum(flops_per_sample(model, shape.patterns, context, run.train.freeze)),
         peak=shape.peak,
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
     )
@@ -170,7 +178,7 @@ class _Shape:
         self.width = 4 if precision == "fp32" else 2
         self.is_compiled = not is_cpu if train.compile == "auto" else train.compile
         shards = self.tensor * ranks["pipeline"] * ranks["shard"] * ranks["sequence"]
-        self.local_parameters = (count_adapters(model) or count_parameters(model)) / shards
+        self.local_parameters = count_trained(model, train.freeze) / shards
         """That the optimizer of a rank updates."""
 
 
@@ -179,7 +187,7 @@ def _layer(
 ) -> dict[str, float]:
     """Seconds of a block with `pattern` and a micro-batch, forward and backward, by part."""
     model, train, tokens = run.model, run.train, shape.tokens
-    forward, backward = _matmuls(model, tokens, shape.tensor, shape.peak, rates)
+    forward, backward = _matmuls(model, train.freeze, tokens, shape.tensor, shape.peak, rates)
     samples = train.micro_batch / (shape.ranks["sequence"] * shape.tensor)
     flops = samples * attention_flops(model, pattern, run.data.context)
     attention = flops / (shape.peak * attention_rate(pattern, model.head_dim, rates))
@@ -212,11 +220,16 @@ def _layer(
 
 
 def _matmuls(
-    model: Model, tokens: float, tensor: int, peak: float, rates: RunRates
+    model: Model,
+    freeze: Sequence[str],
+    tokens: float,
+    tensor: int,
+    peak: float,
+    rates: RunRates,
 ) -> tuple[float, float]:
     """Seconds of the matrix products of the average block: forward, backward."""
     forward = backward = 0.0
-    are_same = model.linear == "dense" and not model.lora.rank
+    are_same = model.linear == "dense" and not model.lora.rank and not freeze
     same = model.layers if are_same else 1  # blocks that have the same layers
     for block in range(0, model.layers, same):
         for name, (into, out) in linear_sizes(model).items():
@@ -227,7 +240,8 @@ def _matmuls(
             if not rank:
                 product = matmul_s(tokens, o, i, peak, rates)
                 # A frozen weight has no gradient.
-                gradients = 1 if model.lora.rank else 2
+                is_trained = trains(model, freeze, f"blocks.{block}.{name}.weight")
+                gradients = 2 if is_trained else 1
                 forward, backward = forward + same * product, backward + gradients * same * product
                 rank = lora_rank_of(model, f"blocks.{block}.{name}")
             if not rank:
@@ -265,7 +279,7 @@ def _head(run: Run, shape: _Shape, device: Device, rates: RunRates) -> dict[str,
     """Seconds of the loss of a micro-batch, whose gradients are computed with it."""
     model, bandwidth = run.model, device.bandwidth * rates.bandwidth
     vocab = model.vocab / shape.tensor
-    products = 2 if model.lora.rank else 3  # a frozen head has no gradient
+    products = 3 if trains(model, run.train.freeze, head_name(model)) else 2
     seconds = products * matmul_s(shape.tokens, vocab, float(model.hidden), shape.peak, rates)
     moved = rates.loss_traffic * shape.width / 2 * shape.tokens * vocab
     moved += rates.weight_traffic * vocab * model.hidden

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from longspan.config import Run
+from longspan.costs import Shape, block_shapes, head_name, trains
 from longspan.parallel.choices import residual_split
 from longspan.planning.network import BUS_FACTORS
-from longspan.planning.parameters import ModelSplit, Shape, block_shapes, tensor_dim
+from longspan.planning.parameters import ModelSplit, tensor_dim
 
 FLOAT32 = 4
 """Bytes of an element."""
@@ -74,24 +75,28 @@ class Step:
         return [self._split(f"blocks.{block}.{name}", x) for name, x in shapes.items()]
 
     def trained_shapes(self, block: int) -> list[Shape]:
-        """Those of them that have gradients: all, or with LoRA its updates."""
-        if not self.model.lora.rank:
-            return self.block_shapes(block)
+        """Those of them that have gradients."""
         shapes = block_shapes(self.model, block).items()
-        return [self._split(f"blocks.{block}.{n}", x) for n, x in shapes if ".lora_" in n]
+        named = ((f"blocks.{block}.{name}", x) for name, x in shapes)
+        return [self._split(name, x) for name, x in named if self.trains(name)]
 
-    def outer_shapes(self, *, embedding: bool, head: bool) -> list[Shape]:
-        """The same of the embedding, and of the last norm and the head.
+    def trains(self, name: str) -> bool:
+        """Whether a parameter has a gradient."""
+        return trains(self.model, self.run.train.freeze, name)
+
+    def outer_shapes(self, *, embedding: bool, head: bool, trained: bool = False) -> list[Shape]:
+        """The same of the embedding, and of the last norm and the head; or those `trained`.
 
         A tied head is the embedding, of which the last stage of a pipeline has a copy.
         """
-        matrix = self._split("embedding.weight", (self.model.vocab, self.model.hidden))
+        matrix = self.model.vocab, self.model.hidden
         has_matrix = head and (not self.model.tie_embeddings or self.ranks.pipeline > 1)
-        return [
-            *([matrix] if embedding else []),
-            *([self._split("norm.weight", (self.model.hidden,))] if head else []),
-            *([matrix] if has_matrix else []),
+        named = [
+            *([("embedding.weight", matrix)] if embedding else []),
+            *([("norm.weight", (self.model.hidden,))] if head else []),
+            *([(head_name(self.model), matrix)] if has_matrix else []),
         ]
+        return [self._split(name, x) for name, x in named if not trained or self.trains(name)]
 
     def _split(self, name: str, shape: Shape) -> Shape:
         dim = None if self.ranks.tensor == 1 else tensor_dim(self.model, name)

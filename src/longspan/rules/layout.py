@@ -8,7 +8,6 @@ from importlib.metadata import version
 
 from longspan.checks import backend_problem, layout_problems
 from longspan.config import Data, Layout, Model, Train
-from longspan.costs import linear_sizes, lora_rank_of
 from longspan.rules.problem import Problem, Problems
 
 
@@ -32,16 +31,10 @@ def decoder_layout_rules(
         yield from _pipeline_problems(layout, ranks, train)
         if layout.schedule == "zbv":
             yield from _zbv_problems(layout, ranks, train)
-        if model.lora.rank and layout.schedule == "zbv":
-            message = '"zbv" is not supported with model.lora, which freezes weights: use "1f1b"'
+        if (model.lora.rank or train.freeze) and layout.schedule == "zbv":
+            key = "model.lora" if model.lora.rank else "train.freeze"
+            message = f'"zbv" is not supported with {key}, which freezes weights: use "1f1b"'
             yield Problem("layout.schedule", message)
-        layers = [f"blocks.0.{name}" for name in linear_sizes(model)]
-        if model.lora.rank and not any(lora_rank_of(model, name) for name in layers):
-            yield Problem(
-                "model.lora.layers",
-                f'"{model.lora.layers}" leaves the first pipeline stage without anything to train: '
-                "use a glob that matches layers of blocks.0, or layout.pipeline = 1",
-            )
     if data.context % ranks["sequence"]:
         yield Problem(
             "layout.sequence",

@@ -23,8 +23,9 @@ from longspan.config import (
     Train,
     attention_keys,
 )
-from longspan.costs import linear_sizes
+from longspan.costs import linear_sizes, named_shapes, trains
 from longspan.rules.problem import Problem, Problems
+from longspan.wording import did_you_mean, toml_value
 
 
 def model_rules(model: Model) -> Problems:
@@ -200,6 +201,27 @@ def optimizer_rules(model: Model, train: Train) -> Problems:
         )
 
 
+def freeze_rules(model: Model, train: Train, engine: Engine) -> Problems:
+    if not train.freeze:
+        return
+    if model.lora.rank:
+        message = "has no effect with model.lora, which trains its updates alone: remove it"
+        yield Problem("train.freeze", message)
+        return
+    if engine.offload_param == "nvme":
+        message = 'is not supported with engine.offload_param = "nvme": use "cpu", or remove it'
+        yield Problem("train.freeze", message)
+    layers = min(model.layers, 1024)  # enough to find a typo
+    names = [name for name, _ in named_shapes(model.model_copy(update={"layers": layers}))]
+    for glob in train.freeze:
+        if not any(fnmatchcase(name, glob) for name in names):
+            near = did_you_mean(glob, names) or f": use names such as {names[0]} and {names[1]}"
+            yield Problem("train.freeze", f"{glob!r} matches no parameter{near}")
+    if not any(trains(model, train.freeze, name) for name in names):
+        message = f"{toml_value(train.freeze)} matches every parameter: leave some to train"
+        yield Problem("train.freeze", message)
+
+
 def factory_rules(model: Model, train: Train) -> Problems:
     module, _, name = model.factory.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), name]):
@@ -214,6 +236,9 @@ def factory_rules(model: Model, train: Train) -> Problems:
     if train.z_loss:
         message = "is not supported with model.factory: add it to the task's loss"
         yield Problem("train.z_loss", message)
+    if train.freeze:
+        message = "is not supported with model.factory: call requires_grad_(False) in the factory"
+        yield Problem("train.freeze", message)
 
 
 def documents_rules(model: Model, data: Data) -> Problems:

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from longspan.attention import patterns_of
 from longspan.attention.packed import Packed
 from longspan.config import Run
-from longspan.costs import count_adapters, count_parameters
+from longspan.costs import count_parameters, count_trained
 from longspan.data import Prefetcher
 from longspan.data.tokenizer import TOKENIZER, Tokenizer
 from longspan.derived import derived_values, model_name
@@ -81,8 +81,9 @@ class DecoderTask:
         run, module = self._run, engine.module
         pipeline = {"pipeline": module.describe()} if isinstance(module, PipelinedDecoder) else {}
         has_weights = is_new and run.train.init_from
+        count = count_parameters(run.model)
         return {
-            "model": f"{model_name(run)}, {count_parameters(run.model):,} parameters{_lora(run)}",
+            "model": f"{model_name(run)}, {count:,} parameters{_trained(run)}",
             "data": self.source.describe(),
             **derived_values(run, mesh.ranks),
             **pipeline,
@@ -109,9 +110,11 @@ class DecoderTask:
             return sample(run.train.seed, device, reporter, should_stop=should_stop)
 
 
-def _lora(run: Run) -> str:
-    trained = count_adapters(run.model)
-    return f", {trained:,} of them trained (LoRA)" if trained else ""
+def _trained(run: Run) -> str:
+    trained = count_trained(run.model, run.train.freeze)
+    if trained == count_parameters(run.model):
+        return ""
+    return f", {trained:,} of them trained{' (LoRA)' * (run.model.lora.rank > 0)}"
 
 
 def _weights_text(run: Run, tokenizer: Tokenizer | None) -> str:

@@ -192,7 +192,7 @@ def meter_of(
     """
     train, context = run.train, run.data.context
     flops = statistics.fmean(
-        sum(flops_per_sample(run.model, patterns, context)) for patterns in samples
+        sum(flops_per_sample(run.model, patterns, context, train.freeze)) for patterns in samples
     )
     peak = None
     if device.type == "cuda" and train.precision != "fp32":

@@ -28,6 +28,7 @@ from longspan.checkpoint import (
     step_of,
 )
 from longspan.config import Attention, Model, Run
+from longspan.costs import is_adapter
 from longspan.data import Source
 from longspan.engines import Engine
 from longspan.engines.muon import Muon
@@ -35,7 +36,7 @@ from longspan.engines.optimizer import ADAMW_KEYS, state_keys
 from longspan.engines.protocol import ReadTensor
 from longspan.errors import Damaged, Diverged, UserError, first_problem
 from longspan.export.lora import base_key
-from longspan.nn import is_adapter
+from longspan.models import Decoder
 from longspan.parallel.collectives import all_reduce_max
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.parameters import persistent_buffers
@@ -94,6 +95,7 @@ def resume_key(run: Run, source: Source) -> dict[str, Any]:
         "data.context": run.data.context,
         "data.documents": "isolate" if run.data.isolates else "join",
         "train.seed": run.train.seed,
+        "train.freeze": list(run.train.freeze),
         **base_key(run),
         DATA: f"{source.describe()}; SHA-256 {source.fingerprint}",
     }
@@ -181,7 +183,7 @@ class TrainState:
             optimizer = _check_own_optimizer(saved)
         else:
             has_stepped = state.norm_average.steps > 0
-            optimizer = _check_optimizer(saved, self.engine.optimizer, has_stepped=has_stepped)
+            optimizer = _check_optimizer(saved, self.engine, has_stepped=has_stepped)
         buffers = _read_buffers(saved, persistent_buffers(self.engine.model))
         rng = _read_rng_states(saved)
         self.is_whole = False
@@ -245,7 +247,7 @@ def read_saved_state(saved: Checkpoint) -> SavedState:
 
 
 def _check_optimizer(
-    saved: Checkpoint, optimizer: Optimizer, *, has_stepped: bool
+    saved: Checkpoint, engine: Engine, *, has_stepped: bool
 ) -> list[tuple[str, str, bool]]:
     """Return (parameter, key, is scalar) of a checkpoint's optimizer state, if it is complete.
 
@@ -253,9 +255,12 @@ def _check_optimizer(
     no state.
     """
     shapes, found = saved.shapes("model"), saved.shapes("optimizer")
+    model, optimizer = engine.model, engine.optimizer
+    assert isinstance(model, Decoder)
     expected = {
         f"{name}.{key}": () if key == "step" else shape
         for name, shape in shapes.items()
+        if model.trains(name)
         for key in state_keys(optimizer, name, shape)
     }
     kind = "Muon" if isinstance(optimizer, Muon) else "AdamW"
@@ -343,7 +348,7 @@ def _check_unchanged(
     A key of [model], [attention] or [data] that it does not have is of a later version, and so had
     its default.
     """
-    defaults = {**_sections(Model(), Attention()), "data.documents": "join"}
+    defaults = {**_sections(Model(), Attention()), "data.documents": "join", "train.freeze": []}
     was = {**{key: value for key, value in defaults.items() if key in now}, **was}
     changed = {key for key in was.keys() | now.keys() if now.get(key) != was.get(key)}
     lines = [f"  {key} was {was.get(key)}\n  {key} is  {now.get(key)}" for key in sorted(changed)]
