@@ -10,6 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.nn import cross_entropy_sum
 
+DEVICES = [
+    pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
+    pytest.param("cuda", marks=pytest.mark.gpu),
+]
+
 
 def inputs(tokens: int, width: int, vocab: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     hidden = torch.randn(2, tokens, width, dtype=dtype, requires_grad=True)
@@ -54,6 +59,42 @@ def test_z_loss_in_bf16_rounds_the_gradient_once() -> None:
         loss = cross_entropy_sum(hidden, weight, targets, z_loss=0.1)
     found = torch.autograd.grad(loss, hidden)[0]
     assert (found - exact).norm() < 1e-2 * exact.norm()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(
+    ("dtype", "vocab", "tolerance"),
+    [(torch.float32, 11, 1e-6), (torch.float32, 5000, 1e-6), (torch.float16, 300, 5e-4)],
+)
+def test_the_kernel_equals_torch(
+    dtype: torch.dtype, vocab: int, tolerance: float, device: str, z_loss: float
+) -> None:
+    from longspan.nn.loss_kernel import losses_and_dlogits
+
+    logits = (4 * torch.randn(9, vocab)).to(dtype)
+    index = torch.randint(vocab, (9, 1))
+    logits[0, index[0]] = 30.0  # p is 1
+    exact = logits.double().requires_grad_()
+    expected = -exact.log_softmax(-1).gather(1, index)
+    whole = expected + z_loss * exact.logsumexp(-1, keepdim=True) ** 2
+    wanted = torch.autograd.grad(whole.sum(), exact)[0]
+    losses, found = losses_and_dlogits(logits.to(device), index.to(device), z_loss, True)
+    torch.testing.assert_close(losses.double().cpu(), expected.detach(), rtol=1e-5, atol=1e-6)
+    assert (found.double().cpu() - wanted).norm() <= tolerance * wanted.norm()
+
+
+@pytest.mark.gpu
+def test_the_chunks_of_a_gpu_equal_those_of_a_cpu() -> None:
+    hidden, weight, targets = inputs(700, 64, 1000, torch.float32)
+    exact = cross_entropy_sum(hidden.double(), weight.double(), targets, z_loss=0.01)
+    wanted = torch.autograd.grad(exact, (hidden, weight))
+    there = [x.detach().cuda().bfloat16().requires_grad_() for x in (hidden, weight)]
+    options = {"z_loss": 0.01, "chunk_elements": 300 * 1000}
+    loss = cross_entropy_sum(*there, targets.cuda(), **options)  # type: ignore[arg-type]
+    assert loss.item() == pytest.approx(exact.item(), rel=1e-3)
+    for a, b in zip(torch.autograd.grad(loss, there), wanted, strict=True):
+        assert (a.float().cpu() - b).norm() < 1e-2 * b.norm()
 
 
 def test_retain_graph_gives_the_same_gradients_again() -> None:

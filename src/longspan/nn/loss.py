@@ -12,6 +12,7 @@ all-reduced once.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.functional import linear
 
-from longspan.constants import IGNORE_INDEX, LOSS_CHUNK
+from longspan.constants import IGNORE_INDEX, KERNEL_LOSS_CHUNK, LOSS_CHUNK
 from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import keeps_graph
+
+HAS_TRITON = find_spec("triton") is not None
 
 
 def cross_entropy_sum(
@@ -32,7 +35,7 @@ def cross_entropy_sum(
     targets: Tensor,
     *,
     z_loss: float = 0.0,
-    chunk_elements: int = LOSS_CHUNK,
+    chunk_elements: int | None = None,
 ) -> Tensor:
     """Sum over valid tokens of −log softmax(hidden · weightᵀ)[target], a float32 scalar.
 
@@ -56,6 +59,8 @@ def cross_entropy_sum(
         dtype = torch.get_autocast_dtype(device)
         hidden, weight = hidden.to(dtype), weight.to(dtype)
     local, first_row, group = _local_rows(weight)
+    if chunk_elements is None:
+        chunk_elements = LOSS_CHUNK if group or not has_kernel(hidden) else KERNEL_LOSS_CHUNK
     chunk = max(1, chunk_elements // local.shape[0])
     with torch.autocast(device, enabled=False):
         out: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
@@ -119,9 +124,13 @@ def _losses_and_dlogits(
     That is p − one-hot, plus 2 · z_loss · log Z · p. At the target, p − 1 is computed by expm1:
     rounding p first would lose it for p near 1.
     """
-    exact = accumulation_dtype(logits)
-    # Other negative targets must fail in gather, not be taken for token 0.
+    # Other negative targets must fail, not be taken for token 0.
     index = target.where(target != IGNORE_INDEX, 0)[:, None]
+    if has_kernel(logits):
+        from longspan.nn.loss_kernel import losses_and_dlogits
+
+        return losses_and_dlogits(logits, index, z_loss, needs_grad)
+    exact = accumulation_dtype(logits)
     log_p = logits.log_softmax(-1, dtype=exact)  # (tokens, vocab)
     target_log_p = log_p.gather(1, index)
     if needs_grad:
@@ -134,6 +143,21 @@ def _losses_and_dlogits(
             torch.exp(log_p, out=logits)
         logits.scatter_(1, index, at_target.to(logits.dtype))
     return -target_log_p, logits
+
+
+def has_kernel(x: Tensor) -> bool:
+    """Whether the softmax of logits like `x` is a Triton kernel."""
+    return HAS_TRITON and x.is_cuda and x.dtype != torch.float64
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a · b, accumulated in the dtype of `total`."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    elif a.is_cuda:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total += a @ b
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -167,7 +191,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[start : start + chunk] = (dlogits @ weight).mul_(valid)
             if grad_weight is not None:
-                grad_weight += dlogits.T @ (h * valid)
+                _add_product(grad_weight, dlogits.T, h * valid)
             del dlogits  # before the next chunk allocates its logits
         if grad_hidden is not None and group is not None:
             dist.all_reduce(grad_hidden, group=group)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from longspan.attention import BlockSparse, Dense, Dilated, Heads, patterns_of
 from longspan.config import Run
-from longspan.constants import LOSS_CHUNK
+from longspan.constants import KERNEL_LOSS_CHUNK, LOSS_CHUNK
 from longspan.costs import linear_sizes, rank_of
 from longspan.parallel.choices import residual_split
 from longspan.planning.communication_in_blocks import exchanges
@@ -217,9 +217,13 @@ class Activations:
         """Buffers of the last norm and of the chunked loss, at the end of the forward pass."""
         e, h, tokens = self.width, self.hidden, self.tokens
         rows_of_head = self._run.model.vocab // self._degrees.tensor
-        chunk = min(tokens, max(1, LOSS_CHUNK // rows_of_head)) * rows_of_head
+        has_kernel = not self.on_cpu and self._degrees.tensor == 1
+        elements = KERNEL_LOSS_CHUNK if has_kernel else LOSS_CHUNK
+        chunk = min(tokens, max(1, elements // rows_of_head)) * rows_of_head
         copies = e * rows_of_head * h if e < FP32 else 0
-        if self._degrees.tensor > 1:
+        if has_kernel:
+            logits = e * chunk
+        elif self._degrees.tensor > 1:
             logits = (e + 3 * FP32 if e < FP32 else 3 * FP32) * chunk
         else:
             logits = (e + FP32 + (FP32 if e < FP32 else 0)) * chunk
