@@ -1,4 +1,4 @@
-"""`longspan bench loss|checkpoint|engines|conversion|memory|tracking`: tiny runs, and errors."""
+"""`longspan bench loss|checkpoint|engines|conversion|memory|tracking|train`: runs, and errors."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from longspan.benchmarks import engines, loss, tracking
+from longspan.benchmarks.plain_gpt import PlainGPT
+from longspan.benchmarks.step_time import load
 from longspan.cli import main
 
 
@@ -120,3 +122,32 @@ def test_the_cost_of_tracking_is_a_ratio_within_one_run(monkeypatch: pytest.Monk
     assert row["line_s"] > 0
     assert row["sinks_cpu_share"] >= 0
     assert not list(Path().glob("longspan-tracking-*"))
+
+
+def test_training_is_measured_beside_a_plain_gpt() -> None:
+    small = ["model.hidden=32", "model.heads=2", "model.layers=1"]
+    found = bench("train", "--steps", "1", "--only", "dense", "--plot", "a.svg", *small)
+    ours, plain = found["rows"]
+    assert (ours["run"], plain["run"]) == ("built-in 512 dense", "plain GPT, built-in 512 dense")
+    for row in (ours, plain):
+        assert row["tokens_per_s"] * row["step_s"] == pytest.approx(2 * 512)
+    assert "built-in plain GPT" in Path("a.svg").read_text()
+
+
+def test_a_plain_gpt_is_causal_and_its_loss_is_the_mean() -> None:
+    run = load(["model.hidden=32", "model.heads=2", "model.layers=2"], "cpu")
+    torch.manual_seed(0)
+    gpt, tokens = PlainGPT(run.model, 8), torch.randint(run.model.vocab, (2, 9))
+    whole = gpt(tokens[:, :-1], tokens[:, 1:])
+    parts = [gpt(tokens[:, :n], tokens[:, 1 : n + 1]) * n for n in (7, 8)]
+    last = tokens.clone()
+    last[:, 7] += 1  # the last input moves the last loss alone
+    moved = gpt(last[:, :-1] % run.model.vocab, tokens[:, 1:]) * 8
+    torch.testing.assert_close(parts[1], whole * 8)
+    assert moved != parts[1]
+    torch.testing.assert_close(gpt(last[:, :7], tokens[:, 1:8]) * 7, parts[0])
+
+
+def test_a_case_that_does_not_exist_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "train", "--only", "9b"]) == 2
+    assert "matches none of the cases: built-in 512 dense" in capsys.readouterr().err

@@ -102,7 +102,7 @@ def bench_step_time(device: str, steps: int, json_file: Path | None) -> None:
     columns = {"tokens/s": 10, "predicted": 10, "error": 7, "GiB": 7, "planned": 8, "run": -1}
     table, rows = Rows(console, columns), list[dict[str, Any]]()
     for overrides in GPU_RUNS if device == "cuda" else CPU_RUNS:
-        run = _load(overrides, device)
+        run = load(overrides, device)
         row: dict[str, Any] = {"device": hardware.name, "overrides": overrides}
         predicted = predict(run, 1, hardware).tokens_per_s
         planned = max(memory.on_device for memory in memory_per_rank(run, 1))
@@ -130,7 +130,8 @@ def bench_step_time(device: str, steps: int, json_file: Path | None) -> None:
     write_result(json_file, {"machine": where, "steps": steps, "errors": found, "rows": rows})
 
 
-def _load(overrides: Sequence[str], device: str) -> Run:
+def load(overrides: Sequence[str], device: str) -> Run:
+    """The built-in run of a device with `overrides`, on data that costs nothing."""
     options = [*overrides, "data.source=recall", f"train.device={device}"]
     run = load_run(None, options, builtin="cuda" if device == "cuda" else "cpu")
     return resolve(run, torch.device(device))

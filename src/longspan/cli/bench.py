@@ -216,6 +216,23 @@ def add(commands: Commands) -> None:
         "measure)",
     )
 
+    train = actions.add(
+        "train",
+        "measure tokens/s of training steps, beside a plain dense GPT",
+        "bench train --only 125m --plot train.svg",
+        "bench train --only 8K train.compile=false",
+        verb=bench_train,
+    )
+    train.add_argument(
+        "--steps", type=int, default=10, metavar="N", help="number of steps to time in each run"
+    )
+    train.add_argument(
+        "--only",
+        metavar="WORD,…",
+        help="run the cases whose name contains one of these words (default: all)",
+    )
+    train.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as SVG")
+
     tracking = actions.add(
         "tracking",
         "measure what metrics and sinks cost of a step",
@@ -223,7 +240,7 @@ def add(commands: Commands) -> None:
         verb=bench_tracking,
     )
 
-    for each in (engines, memory, tracking):
+    for each in (engines, memory, tracking, train):
         each.add_argument(
             "items", nargs="*", metavar="section.key=value", help="overrides of the measured run"
         )
@@ -338,6 +355,14 @@ def bench_step_time(args: argparse.Namespace) -> None:
         print(refit(args.fit), end="")
         return
     bench_step_time(builtin_name(), args.steps, args.json)
+
+
+def bench_train(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.benchmarks.train import bench_train
+
+    words = [word for word in (args.only or "").split(",") if word]
+    bench_train(builtin_name(), args.steps, words, args.items, args.json, args.plot)
 
 
 def bench_tracking(args: argparse.Namespace) -> None:

@@ -1,0 +1,209 @@
+"""`longspan bench train`: tokens/s of whole training steps, beside a plain dense GPT.
+
+Steps include the optimizer and the gradient norm; medians after a warm-up. MFU counts the FLOPs of
+the pattern's attention; "as dense" counts those of dense attention, which a dense model would need
+for the same tokens. The plain GPT has the depth, width, heads and vocabulary of the preset.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from longspan.attention import Dense, patterns_of
+from longspan.benchmarks.chart import charts_svg
+from longspan.benchmarks.measure import Rows, machine, open_console, unwritable, write_result
+from longspan.benchmarks.plain_gpt import seconds_per_step
+from longspan.benchmarks.step_time import GIB, WARM_UP, load, measure
+from longspan.config import Run
+from longspan.errors import UserError
+from longspan.flops import flops_per_sample
+from longspan.hardware import peak_flops
+from longspan.progress import measuring
+
+PLAIN = "plain GPT,"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run: `kind` "dilated" has segments that double from 2,048 tokens to the context."""
+
+    model: str
+    context: int
+    batch: int
+    kind: str
+    overrides: tuple[str, ...] = ()
+    checkpointing: str = "none"
+    is_beside_plain: bool = False
+
+    @property
+    def name(self) -> str:
+        size = self.context
+        length = (
+            f"{size >> 20}M" if size >= 1 << 20 else f"{size >> 10}K" if size >= 1 << 10 else size
+        )
+        return f"{self.model} {length} {self.kind}"
+
+    def run(self, device: str, more: Sequence[str]) -> Run:
+        options = [
+            f"data.context={self.context}",
+            f"train.micro_batch={self.batch}",
+            f"train.global_batch={self.batch}",
+            f"train.activation_checkpointing={self.checkpointing}",
+            f"attention.kind={self.kind}",
+            *self.overrides,
+        ]
+        if self.kind == "dilated":
+            shortest = min(2048, self.context)
+            rates = [1 << i for i in range((self.context // shortest).bit_length())]
+            segments = [shortest * rate for rate in rates]
+            options += [
+                f"attention.segment_lengths={segments}",
+                f"attention.dilation_rates={rates}",
+            ]
+        return load([*options, *more], device)
+
+
+def _gpu_case(preset: str, kib: int, batch: int, kind: str, **more: Any) -> Case:
+    overrides = (f"model.preset={preset}", "model.vocab=50304")
+    return Case(preset, kib << 10, batch, kind, overrides, **more)
+
+
+GPU_CASES = [
+    _gpu_case("125m", 8, 8, "dense", is_beside_plain=True),
+    _gpu_case("125m", 8, 8, "dilated"),
+    _gpu_case("125m", 64, 1, "dilated", is_beside_plain=True),
+    _gpu_case("125m", 1024, 1, "dilated", checkpointing="selective"),
+    _gpu_case("350m", 8, 4, "dilated", is_beside_plain=True),
+    _gpu_case("350m", 256, 1, "dilated", checkpointing="selective"),
+    _gpu_case("1.3b", 8, 1, "dilated", is_beside_plain=True),
+    _gpu_case("1.3b", 128, 1, "dilated", checkpointing="selective"),
+]
+CPU_CASES = [
+    Case("built-in", 512, 2, "dense", is_beside_plain=True),
+    Case("built-in", 512, 2, "dilated"),
+]
+
+
+def bench_train(
+    device: str,
+    steps: int,
+    only: Sequence[str],
+    overrides: Sequence[str],
+    json_file: Path | None,
+    plot: Path | None,
+) -> None:
+    """Measure, print a table, write JSON and draw the figures.
+
+    `only`: words of a case's name, of which one must occur; `overrides` of the run file apply to
+    all runs.
+    """
+    if steps < 1:
+        raise UserError(f"--steps must be at least 1, got {steps}")
+    cases = GPU_CASES if device == "cuda" else CPU_CASES
+    chosen = [case for case in cases if not only or any(word in case.name for word in only)]
+    if not chosen:
+        names = ", ".join(case.name for case in cases)
+        raise UserError(f"--only {' '.join(only)} matches none of the cases: {names}")
+    if plot and (problem := unwritable([plot])):
+        raise UserError(problem)
+    console, where = open_console(json_file), machine(device)
+    console.print(f"{where}; medians of {steps} steps after {WARM_UP}", markup=False)
+    columns = {"run": -34, "tokens/s": 10, "ms": 9, "MFU": 6, "as dense": 8, "GiB": 6}
+    table, rows = Rows(console, columns), list[dict[str, Any]]()
+
+    def add(name: str, run: Run, measured: tuple[float | None, int], is_dense: bool) -> None:
+        rows.append(_row(name, run, *measured, is_dense))
+        table.add(*_cells(rows[-1]))
+
+    for case in chosen:
+        run = case.run(device, overrides)
+        with measuring(f"training {case.name}"):
+            measured = _measured(run, steps)
+        add(case.name, run, measured, case.kind == "dense")
+        if case.is_beside_plain:
+            with measuring(f"training a {PLAIN} {case.name}"):
+                measured = _measured_plain(run, steps)
+            add(f"{PLAIN} {case.name}", run, measured, True)
+    write_result(json_file, {"machine": where, "steps": steps, "rows": rows})
+    if plot:
+        plot.write_text(_chart(rows, where))
+
+
+def _patterns(run: Run) -> Sequence[Any]:
+    return patterns_of(run.attention, run.model.layers)
+
+
+def _measured(run: Run, steps: int) -> tuple[float | None, int]:
+    """Median seconds of a step, None if it ran out of memory; peak bytes."""
+    _forget()
+    try:
+        seconds, memory = measure(run, steps)
+    except torch.OutOfMemoryError:
+        return None, 0
+    return statistics.median(seconds), memory
+
+
+def _measured_plain(run: Run, steps: int) -> tuple[float | None, int]:
+    _forget()
+    device = torch.device(run.train.device)
+    batch, context = run.train.micro_batch, run.data.context
+    options = {"steps": steps, "warm_up": WARM_UP}
+    try:
+        seconds = seconds_per_step(run.model, context, batch, device, **options)
+    except torch.OutOfMemoryError:
+        return None, 0
+    return seconds, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+
+
+def _forget() -> None:
+    """Free the model and the compiled code of the run before."""
+    torch.compiler.reset()
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _row(name: str, run: Run, seconds: float | None, memory: int, is_dense: bool) -> dict[str, Any]:
+    """`is_dense`: the attention computes all pairs."""
+    row: dict[str, Any] = {"run": name, "context": run.data.context, "memory_bytes": memory}
+    if seconds is None:
+        return {**row, "error": "out of memory"}
+    samples = run.train.global_batch
+    row |= {"step_s": seconds, "tokens_per_s": samples * run.data.context / seconds}
+    peak = peak_flops(torch.cuda.get_device_name()) if run.train.device == "cuda" else None
+    if peak is not None:
+        dense = [Dense()] * run.model.layers
+        ours = dense if is_dense else _patterns(run)
+        for key, patterns in (("mfu", ours), ("mfu_as_dense", dense)):
+            flops = sum(flops_per_sample(run.model, patterns, run.data.context))
+            row[key] = flops * samples / seconds / peak
+    return row
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [row["run"], row["error"]]
+    shares = [f"{row[key]:.1%}" if key in row else "–" for key in ("mfu", "mfu_as_dense")]
+    memory = f"{row['memory_bytes'] / GIB:.1f}" if row["memory_bytes"] else "–"
+    return [
+        row["run"], f"{row['tokens_per_s']:,.0f}", f"{1e3 * row['step_s']:,.1f}", *shares, memory
+    ]  # fmt: skip
+
+
+def _chart(rows: Sequence[dict[str, Any]], where: str) -> str:
+    """Tokens/s over the context, a line for each model, ours and the plain one."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for row in rows:
+        if "tokens_per_s" in row:
+            *start, model, _, kind = row["run"].split(" ")
+            title = f"{model} plain GPT" if start else f"{model} {kind}"
+            lines.setdefault(title, []).append((row["context"], row["tokens_per_s"]))
+    return charts_svg({"tokens/s of training": lines}, where)
