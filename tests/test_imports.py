@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "hf_rope": {"config", "rules"},
     "hf_config": {"config", "hf_rope", "rules"},
     "from_folder": {"config", "hf_config", "hf_rope", "rules"},
-    "runfile": {"builtin", "config", "from_folder", "planning", "rules"},
+    "runfile": {"builtin", "config", "data", "from_folder", "planning", "rules"},
     "device": {"config"},
     "init": {"config", "costs", "data", "device", "runfile"},
     "attention": {"config"},

@@ -34,9 +34,15 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
         f"RoPE theta {run.model.rope_theta_for(context):,.0f}{scaling}",
         "reach": reach_text(run),
         "batch": batch.pop("batch"),
-        "tokens": f"{tokens:,} per step × {steps} = {tokens * train.steps:,}",
+        "tokens": f"{tokens:,} per step × {steps} = {tokens * train.steps:,}{_epochs_text(train)}",
         **batch,
     }
+
+
+def _epochs_text(train: Train) -> str:
+    if train.epochs is None:
+        return ""
+    return f" ({'1 epoch' if train.epochs == 1 else f'{train.epochs:g} epochs'})"
 
 
 def model_name(run: Run) -> str:

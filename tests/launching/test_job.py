@@ -198,9 +198,15 @@ def test_the_size_of_a_job(
         ("--gpus-per-node 0 train.device=cuda", "add train.device=cpu, or change --gpus-per-node"),
         ("--gpus-per-node 1 train.stepz=1", "unknown key; did you mean train.steps?"),
         ("--gpus-per-node 1 --nodes 2 --submit", "local cannot start 2 nodes from one"),
-        ("--gpus-per-node 1 --epochs 0", "--epochs must be greater than 0, got 0"),
-        ("--gpus-per-node 1 --epochs 1 data.source=recall", "--epochs needs data of a known size"),
-        ("--gpus-per-node 1 --epochs 1 data.source=nowhere", "here; set train.steps: "),
+        ("--gpus-per-node 1 --epochs 0", "train.epochs  expected a number greater than 0, got 0"),
+        (
+            "--gpus-per-node 1 --epochs 1 data.source=recall",
+            "needs data of a known size",
+        ),
+        (
+            "--gpus-per-node 1 --epochs 1 data.source=nowhere",
+            "needs the size of the data, here: ",
+        ),
         ("--gpus-per-node 1 -o /nowhere/job.sh", "cannot write /nowhere/job.sh: No such file"),
     ],
 )
@@ -277,7 +283,8 @@ def test_the_conveniences_of_the_guides(run_file: Path, capsys: pytest.CaptureFi
         capsys, "local", str(run_file), "--gpus", "1", "--epochs", "20", "--hardware", "h100"
     )
     assert code == 0
-    assert f"train.steps={-(-20 * samples // 64)}\n" in text.replace(" \\", "")
+    assert "train.epochs=20\n" in text.replace(" \\", "")
+    assert load_run(run_file, ["train.epochs=20"]).train.steps == -(-20 * samples // 64)
     assert "warning" not in error
     run_file.write_text('[model]\npreset = "tiny"\n[data]\nsource = "recall"\n')
     words = ["local", str(run_file), "--gpus", "1", "--hardware", "h100", "--model-size", "13b"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,9 @@ import torch
 
 from longspan.checkpoint import load
 from longspan.costs import count_trained
+from longspan.data import open_source
+from longspan.data.build import build
+from longspan.data.source import TokenSource
 from longspan.errors import UserError
 from longspan.models import new_decoder
 from longspan.models.decoder import initial_weight
@@ -139,3 +144,50 @@ def test_globs_that_match_nothing_or_everything_are_refused(freeze: str, message
 def test_what_freezing_does_not_support_is_refused(options: list[str], key: str) -> None:
     with pytest.raises(UserError, match=rf"(?m)^  {key} "):
         load_run(None, [FREEZE, *options], world=2)
+
+
+@pytest.fixture(scope="module")
+def epoch_options(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of a run on 23 samples of 64 tokens."""
+    folder = tmp_path_factory.mktemp("text")
+    letters = random.Random(0).choices("abcdefgh", k=23 * 64)
+    (folder / "a.txt").write_text("".join(letters))
+    build([folder / "a.txt"], folder / "shards", validation=0)
+    return [*SMALL, f"data.source={folder / 'shards'}", "data.documents=join"]
+
+
+def test_epochs_become_steps_that_see_every_sample_as_often(epoch_options: list[str]) -> None:
+    run = load_run(None, [*epoch_options, "train.epochs=2", "train.global_batch=4"])
+    source = open_source(run.data, run.model)
+    assert isinstance(source, TokenSource)
+    count = source.num_windows("train")
+    assert run.train.steps == math.ceil(2 * count / 4)
+    tokens = [tuple(source.sample(run.train.seed, index).tokens) for index in range(2 * count)]
+    first, second = tokens[:count], tokens[count:]
+    assert sorted(first) == sorted(second)
+    assert first != second
+
+
+def test_a_run_of_epochs_trains_saves_and_resumes(epoch_options: list[str], tmp_path: Path) -> None:
+    run = load_run(None, [*epoch_options, "train.epochs=0.5", "train.global_batch=4"])
+    assert train(run, tmp_path / "run").step == run.train.steps == 3
+    saved = load_run(tmp_path / "run" / "run.toml")
+    assert (saved.train.epochs, saved.train.steps) == (0.5, 3)
+    longer = load_run(tmp_path / "run" / "run.toml", ["train.steps=4"])
+    assert longer.train.epochs is None
+    assert train(longer, tmp_path / "run", resume=True).step == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["train.steps=2"], "and train.steps exclude each other"),
+        (["data.source=recall"], "which recall has not"),
+        (['data.mix=[{source="builtin"}]'], "which data.mix, whose sources end at different steps"),
+        (["data.source=nowhere"], "needs the size of the data, here"),
+        (["train.epochs=0"], "expected a number greater than 0"),
+    ],
+)
+def test_epochs_that_have_no_steps_are_refused(options: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=rf"(?m)^  train.epochs +.*{message}"):
+        load_run(None, ["train.epochs=1", *options])

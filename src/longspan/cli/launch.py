@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import shlex
@@ -226,6 +225,8 @@ def _checked(job: Job, file: Path, epochs: float | None, base: str) -> Job:
 
     `base`: the folder that relative paths of the run are relative to.
     """
+    if epochs is not None:
+        job = replace(job, overrides=(*job.overrides, f"train.epochs={epochs:g}"))
     run = _loaded(file, job, job.world)
     wanted = "cuda" if job.gpus_per_node else "cpu"
     if run.train.device not in ("auto", wanted):
@@ -236,10 +237,6 @@ def _checked(job: Job, file: Path, epochs: float | None, base: str) -> Job:
         )
     if run.train.device == "auto" and wanted == "cpu":  # also on a node that has GPUs
         job = replace(job, overrides=(*job.overrides, "train.device=cpu"))
-    if epochs is not None:
-        steps = _steps(run, epochs)
-        job = replace(job, overrides=(*job.overrides, f"train.steps={steps}"))
-        run = _loaded(file, job, job.world)
     if job.hardware and job.gpus_per_node:
         _warn_if_too_large(run, job)
     if job.max_nodes > job.nodes:
@@ -293,30 +290,6 @@ def _fits_any_size(job: Job, file: Path) -> bool:
     except UserError:
         return False
     return True
-
-
-def _steps(run: Run, epochs: float) -> int:
-    """The optimizer steps of so many passes over the training split."""
-    if not 0 < epochs < 1e9:
-        raise UserError(f"--epochs must be greater than 0, got {epochs:g}")
-    if run.model.factory or run.data.source == "recall" or run.data.mix is not None:
-        what = "data.mix" if run.data.mix is not None else 'data.source = "recall"'
-        what = "a model.factory" if run.model.factory else what
-        raise UserError(
-            f"--epochs needs data of a known size, which {what} has not: set train.steps"
-        )
-    with loading():
-        from longspan.data.opening import open_source
-        from longspan.data.source import TokenSource
-
-    try:
-        source = open_source(run.data, run.model)
-    except UserError as error:
-        raise UserError(
-            f"--epochs needs the size of the data, here; set train.steps: {error}"
-        ) from error
-    assert isinstance(source, TokenSource)
-    return max(1, math.ceil(epochs * source.num_windows("train") / run.train.global_batch))
 
 
 def _warn_if_too_large(run: Run, job: Job) -> None:

@@ -110,7 +110,7 @@ def add_size(parser: Parser) -> None:
         "--epochs",
         type=float,
         metavar="E",
-        help="passes over the data, instead of train.steps (default: the run file's steps)",
+        help="the same as train.epochs=E: passes over the data (default: the run file's steps)",
     )
     parser.add_argument(
         "--restarts",

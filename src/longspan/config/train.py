@@ -14,6 +14,9 @@ from longspan.config.section import NonNegative, Positive, Section, as_integer
 class Train(Section):
     steps: Positive = 200
     """Total number of optimizer steps."""
+    epochs: Annotated[float, Field(gt=0, le=1e6)] | None = None
+    """Passes over the training data, instead of `steps`, which then follow from the data: samples
+    per epoch / `global_batch`, rounded up at the end. Each epoch has its own order."""
     init_from: str = ""
     """Hugging Face folder whose weights initialise a new run, and whose config.json decides its
     model like `model.from`; by default weights are random."""

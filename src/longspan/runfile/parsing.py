@@ -12,11 +12,23 @@ from pydantic import ValidationError
 
 from longspan import presets
 from longspan.builtin import follow, read_builtin
-from longspan.config import AUTO, AXES, DILATED, DILATED_KEYS, SECTIONS, Data, Model, Run, Section
+from longspan.config import (
+    AUTO,
+    AXES,
+    DILATED,
+    DILATED_KEYS,
+    SECTIONS,
+    Data,
+    Model,
+    Run,
+    Section,
+    Train,
+)
 from longspan.errors import UserError
 from longspan.from_folder import fill_from_folder, folder_key
 from longspan.progress import loading
 from longspan.rules import Problem, check_rules
+from longspan.runfile.epochs import with_steps
 from longspan.runfile.explaining import (
     explain,
     render,
@@ -24,7 +36,7 @@ from longspan.runfile.explaining import (
     suggest_section,
     without_wrong_keys,
 )
-from longspan.runfile.reading import apply_overrides, parse_override, read_tables
+from longspan.runfile.reading import Keys, apply_overrides, parse_override, read_tables
 from longspan.vocabulary import is_folder, rounded_vocab, vocab_of_sources
 
 ONE_PROCESS = [
@@ -55,7 +67,7 @@ def load_run(
     changes = dict(map(parse_override, overrides))
     if path is None and changes.get(("model", "factory")):  # a built-in run is one of the decoder
         base = {"train": {"device": base["train"].get("device", "auto")}}
-    tables = apply_overrides(base, changes)
+    tables = apply_overrides(_without_length(base, changes), changes)
     if path is None:
         given = {".".join(keys) for keys in changes}
         _drop_builtin_model(tables, given)
@@ -66,6 +78,14 @@ def load_run(
         if isinstance(table := base.get(section), dict) and key in table
     }
     return parse_run(tables, name, world=world, replaced=replaced, hardware=hardware)
+
+
+def _without_length(base: dict[str, Any], changes: Collection[Keys]) -> dict[str, Any]:
+    """`base` without train.steps if train.epochs is overridden, and the other way round."""
+    length = {("train", "steps"), ("train", "epochs")}
+    if not isinstance(train := base.get("train"), Mapping) or len(length & set(changes)) != 1:
+        return base
+    return {**base, "train": {k: v for k, v in train.items() if ("train", k) not in length}}
 
 
 def parse_run(
@@ -111,6 +131,7 @@ def parse_run(
             details = [d for d in error.errors() if not d["loc"] or d["loc"][0] in table]
             otherwise = without_wrong_keys(key, table, details, replaced or {})
             problems += [explain(key, detail, otherwise, replaced or {}) for detail in details]
+    problems += _fill_steps(sections, tables)
     problems += check_rules(sections, None if is_auto else world)
     if folder and isinstance(model := sections.get("model"), Model):
         differing = folder.disagreements(model, folder_key(tables))
@@ -119,6 +140,21 @@ def parse_run(
         raise UserError(render(name, problems))
     run = Run(**sections)  # type: ignore[arg-type]
     return _with_layout(run, world, hardware) if is_auto else run
+
+
+def _fill_steps(sections: dict[str, Section], tables: Mapping[str, Any]) -> list[Problem]:
+    """Give a [train] with epochs the steps that they take; return why it has none."""
+    train, data, model = (sections.get(key) for key in ("train", "data", "model"))
+    if not isinstance(train, Train) or train.epochs is None:
+        return []
+    if "steps" in tables["train"]:
+        return [Problem("train.epochs", "and train.steps exclude each other: remove one of them")]
+    if isinstance(data, Data) and isinstance(model, Model):
+        try:
+            sections["train"] = with_steps(train, data, model)
+        except UserError as error:
+            return [Problem("train.epochs", str(error))]
+    return []
 
 
 def _with_layout(run: Run, world: int | None, hardware: str | None) -> Run:
@@ -143,6 +179,8 @@ def dump_run(run: Run) -> str:
         del tables["attention"]
     if run.layout.is_unresolved:
         tables["layout"] = AUTO
+    if run.train.epochs is not None:
+        del tables["train"]["steps"]  # which follow
     return tomli_w.dumps(tables)
 
 
