@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from longspan.data.tokenizer import load_tokenizer
 from longspan.device import autocast
 from longspan.errors import UserError
-from longspan.models.generation import Piece, complete
+from longspan.models.generation import Piece, Sampling, complete
 from longspan.trained import is_huggingface_folder, load_huggingface, load_trained
 
 
@@ -40,8 +41,12 @@ def complete_from_run(
             f"{run_dir} was trained with data.source = {run.data.source!r}, not on text"
         )
     tokenizer = load_tokenizer(run_dir)
-    with autocast(run.train):
-        yield from complete(
-            model, tokenizer, prompt, device=model.embedding.weight.device, count=count,
-            context=run.data.context, temperature=temperature, top_p=top_p, seed=seed,
-        )  # fmt: skip
+    yield from complete(
+        model,
+        tokenizer,
+        prompt,
+        Sampling(count, temperature, top_p, seed=seed),
+        device=model.embedding.weight.device,
+        context=run.data.context,
+        forward_context=partial(autocast, run.train),
+    )

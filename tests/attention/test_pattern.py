@@ -160,7 +160,7 @@ def test_wrong_branches_are_errors(
         (lambda: BlockSparse(16.0), r"block_size must be an integer, got 16\.0"),
         (lambda: BlockSparse(16, stride=1.5), r"stride must be an integer, got 1\.5"),
         (lambda: BlockSparse(16, density="0.1"), r"density must be a number .* got '0\.1'"),
-        (lambda: KVCache((64, 1)), r"pattern must be Dense\(\), .* got tuple"),
+        (lambda: KVCache((64, 1), 8), r"pattern must be Dense\(\), .* got tuple"),
         (lambda: picture((64, 1), 32), r"pattern must be Dense\(\), .* got tuple"),
     ],
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,10 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from longspan.attention import Dense, KVCache
+from longspan.attention import KVCaches
 from longspan.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
+from longspan.device import autocast, resolve
 from longspan.models import build_decoder
-from longspan.models.generation import Piece, StreamDecoder, complete, sample_token
+from longspan.models.generation import (
+    Piece,
+    Sampling,
+    StreamDecoder,
+    complete,
+    complete_batch,
+    sample_tokens,
+)
 from longspan.runfile import load_run
 from tests.harness import Ranks
 from tests.steps import CPU, open_state
@@ -22,9 +33,8 @@ from tests.steps import CPU, open_state
 def test_greedy_decoding_equals_the_argmax_of_full_forward_passes() -> None:
     run = load_run(None, ["model.hidden=32", "data.context=16"])
     model = build_decoder(run, CPU)
-    pieces = complete(
-        model, ByteTokenizer(), "ab", device=CPU, count=30, context=16, temperature=0.0
-    )
+    greedy = Sampling(30, temperature=0)
+    pieces = complete(model, ByteTokenizer(), "ab", greedy, device=CPU, context=16)
     text = "".join(piece.text for piece in pieces)
     tokens, start = list(b"ab"), 0
     with torch.no_grad():
@@ -39,14 +49,51 @@ def test_greedy_decoding_equals_the_argmax_of_full_forward_passes() -> None:
     assert text == bytes(tokens).decode(errors="replace")
 
 
+def sampled(probabilities: list[float], **options: float) -> Tensor:
+    """How often each token is sampled, at temperature 1, for equally spaced draws."""
+    logits = torch.tensor([probabilities]).log()
+    sampling = Sampling(1, **{"temperature": 1.0, "top_p": 1.0} | options)  # type: ignore[arg-type]
+    draws = (torch.arange(1000)[:, None] + 0.5) / 1000
+    tokens = sample_tokens(logits.expand(1000, -1), draws, sampling)
+    return torch.bincount(tokens, minlength=len(probabilities)) / 1000
+
+
+@pytest.mark.parametrize("options", [[], ["attention.kind=dense"]])
+def test_prompts_of_a_batch_continue_as_each_alone(options: list[str]) -> None:
+    run = load_run(None, ["model.hidden=32", "data.context=32", *options])
+    model, prompts = build_decoder(run, CPU), ["ab", "import os, sys", "x" * 30, "d"]
+    sampling = Sampling(40, temperature=2, seed=3)  # beyond the context
+    where: dict[str, Any] = {"device": CPU, "context": 32}
+    found = complete_batch(model, ByteTokenizer(), prompts, sampling, **where)
+    sampling = replace(sampling, stop=(found[1].text[8:10],))  # one ends before the others
+    found = complete_batch(model, ByteTokenizer(), prompts, sampling, **where)
+    assert [completion.prompt for completion in found] == prompts
+    for completion in found:
+        alone = list(complete(model, ByteTokenizer(), completion.prompt, sampling, **where))
+        assert completion.text == "".join(piece.text for piece in alone[1:])
+        assert completion.tokens == alone[-1].tokens
+    assert len({completion.tokens for completion in found}) > 1
+    assert {completion.finish_reason for completion in found} == {"stop", "length"}
+
+
+def test_tokens_are_sampled_by_their_probabilities() -> None:
+    shuffled = [0.15, 0.5, 0.05, 0.3]
+    torch.testing.assert_close(sampled(shuffled), torch.tensor(shuffled), rtol=0, atol=2e-3)
+    squared = torch.tensor(shuffled).square()  # a temperature of 1/2
+    found = sampled(shuffled, temperature=0.5)
+    torch.testing.assert_close(found, squared / squared.sum(), rtol=0, atol=2e-3)
+
+
 def test_the_nucleus_is_the_smallest_set_that_reaches_top_p() -> None:
-    rng = torch.Generator().manual_seed(0)
-    logits = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
-    samples = [sample_token(logits, 1.0, 0.75, rng) for _ in range(400)]
-    assert set(samples) == {0, 1}
-    assert abs(samples.count(0) / 400 - 0.5 / 0.8) < 0.1
-    assert {sample_token(logits, 1.0, 1e-9, rng) for _ in range(20)} == {0}
-    assert {sample_token(logits, 1.0, 1.0, rng) for _ in range(400)} == {0, 1, 2, 3}
+    probabilities = [0.5, 0.3, 0.15, 0.05]
+    kept = torch.tensor([0.5, 0.3, 0, 0]) / 0.8
+    torch.testing.assert_close(sampled(probabilities, top_p=0.75), kept, rtol=0, atol=2e-3)
+    assert sampled(probabilities, top_p=1e-9).tolist() == [1, 0, 0, 0]
+    torch.testing.assert_close(sampled(probabilities, top_k=2), kept, rtol=0, atol=2e-3)
+    # Of the two most likely tokens the first has 0.5 / 0.8 of the probability.
+    assert sampled(probabilities, top_k=2, top_p=0.6).tolist() == [1, 0, 0, 0]
+    ten = torch.tensor([0.5, 0.3, 0.15, 0.05])
+    torch.testing.assert_close(sampled(probabilities, top_k=10), ten, rtol=0, atol=2e-3)
 
 
 LAYOUT = ["model.hidden=32", "model.heads=4", "model.kv_heads=2", "data.context=64"]
@@ -58,10 +105,8 @@ def generate_in_a_layout(rank: int, world: int, options: list[str]) -> list[Piec
     run = load_run(None, [*LAYOUT, *options, "train.global_batch=2"], world=world)
     with open_state(run, rank, world) as (state, _):
         model = state.engine.inference_model
-        pieces = complete(
-            model, ByteTokenizer(), "some", device=CPU, count=24, context=64, temperature=0
-        )
-        return list(pieces)
+        greedy = Sampling(24, temperature=0)
+        return list(complete(model, ByteTokenizer(), "some", greedy, device=CPU, context=64))
 
 
 @pytest.mark.parametrize("layout", ["tensor=2", "pipeline=2", "zero=3"])
@@ -72,30 +117,53 @@ def test_generation_in_a_layout_equals_one_process(ranks: Ranks, layout: str) ->
         assert found == expected
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "dilated", "mixed"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_cuda_graph_computes_what_eager_steps_do(
+    kind: str, precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"mixed": LAYOUT, "dilated": LAYOUT[:-1], "dense": ["attention.kind=dense"]}[kind]
+    options = [*options, "data.context=64", f"train.precision={precision}"]
+    run = resolve(load_run(None, options), torch.device("cuda"))
+    model, texts = build_decoder(run, torch.device("cuda")), []
+    for is_captured in (True, False):
+        if not is_captured:
+            monkeypatch.setattr("longspan.models.generation.is_whole", lambda model: False)
+        # Beyond the context: a row's keys are computed anew in the buffers that the graph reads.
+        sampling = Sampling(70, temperature=0)
+        found = complete_batch(
+            model, ByteTokenizer(), ["some", "a longer prompt"], sampling,
+            device=torch.device("cuda"), context=64, forward_context=partial(autocast, run.train),
+        )  # fmt: skip
+        texts.append(found)
+    assert texts[0] == texts[1]
+
+
 class Script:
     """A model that predicts the bytes of a text, one after another."""
 
     def __init__(self, text: str) -> None:
         self.rest = list(text.encode())
 
-    def new_caches(self) -> list[KVCache]:
-        return [KVCache(Dense())]
+    def new_caches(self, capacity: int | None = None) -> KVCaches:
+        return KVCaches([], capacity or 64)
 
-    def next_logits(self, tokens: Tensor, caches: list[KVCache]) -> Tensor:
+    def next_logits(self, tokens: Tensor, caches: KVCaches) -> Tensor:
+        caches.advance(tokens)
         return torch.nn.functional.one_hot(torch.tensor([self.rest.pop(0)]), 256).float()
 
 
 def test_text_streams_in_whole_characters_and_stops_at_the_end_of_the_sequence() -> None:
     script = Script("é😀b\0c")
-    pieces = complete(script, ByteTokenizer(), "à", device=CPU, count=9, context=64, temperature=0)
+    greedy = Sampling(9, temperature=0)
+    pieces = complete(script, ByteTokenizer(), "à", greedy, device=CPU, context=64)
     assert next(pieces) == Piece("à", 0)  # before the model runs
     assert len(script.rest) == 9
     texts = ["", "é", "", "", "", "😀", "b"]
     assert list(pieces) == [Piece(text, n) for n, text in enumerate(texts, start=1)]
-    cut = complete(
-        Script("a😀"), ByteTokenizer(), "a", device=CPU, count=2, context=64,
-        temperature=0,
-    )  # fmt: skip
+    two = replace(greedy, count=2)
+    cut = complete(Script("a😀"), ByteTokenizer(), "a", two, device=CPU, context=64)
     assert list(cut) == [Piece("a", 0), Piece("a", 1), Piece("", 2), Piece("\ufffd", 2)]
 
 

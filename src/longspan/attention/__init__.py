@@ -3,7 +3,7 @@
 The modules are in `modules`, which imports DTensor: half a second that a plan does not need.
 """
 
-from longspan.attention.cache import KVCache, attend_newest
+from longspan.attention.cache import KVCache, KVCaches
 from longspan.attention.context_parallel.sharded import (
     attend_sharded,
     choose_shards,
@@ -12,6 +12,7 @@ from longspan.attention.context_parallel.sharded import (
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.functional import attend, choose_backend
 from longspan.attention.mask import Mask
+from longspan.attention.newest import attend_newest
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern, pattern_of, patterns_of
 from longspan.attention.picture import picture, picture_svg
@@ -23,6 +24,7 @@ __all__ = [
     "Dilated",
     "Heads",
     "KVCache",
+    "KVCaches",
     "Mask",
     "Pattern",
     "Shards",

@@ -1,45 +1,91 @@
-"""The KV cache for decoding: it holds keys and values for as long as a later query may see them."""
+"""The KV cache for decoding: static buffers with the rows that a later query may see."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from collections.abc import Sequence
+from copy import copy
 
 import torch
 from torch import Tensor
 
+from longspan.attention.cache_layout import CacheLayout, Step, cache_layout
 from longspan.attention.functional import attend_checked
 from longspan.attention.mask import Mask, check_pattern, check_scale, check_sinks, check_tensors
-from longspan.attention.pattern import Dense, Pattern
-from longspan.attention.reference import Places, reference_attention
+from longspan.attention.pattern import Dilated, Pattern
 from longspan.dtypes import accumulation_dtype
 
-SPARE_ROWS = 16
-"""Free rows of a new buffer, besides a quarter of those in use."""
+
+class Positions:
+    """The position of the next token of each row of a batch; the layers of a model share it."""
+
+    def __init__(self, capacity: int) -> None:
+        if capacity < 1:
+            raise ValueError(f"the capacity of a KV cache must be at least 1, got {capacity}")
+        self.capacity = capacity
+        self.length = 0
+        """Tokens of the longest row."""
+        self.next = torch.zeros(0, dtype=torch.int64)
+        """int64 (batch,), on the device of the tokens."""
+        self._steps = dict[CacheLayout, Step]()
+
+    def step(self, layout: CacheLayout) -> Step:
+        """`layout.step` of the next tokens, computed once for all layers that share the layout."""
+        if layout not in self._steps:
+            self._steps[layout] = layout.step(self.next)
+        return self._steps[layout]
+
+    def check(self, tokens: int) -> None:
+        """Check that every row has room for so many more tokens."""
+        if self.length + tokens > self.capacity:
+            raise ValueError(
+                f"a KV cache of {self.capacity} tokens holds {self.length}, and has no room for "
+                f"{tokens} more"
+            )
+
+    def advance(self, tokens: int, batch: int, device: torch.device) -> None:
+        """Count tokens that all layers have appended to each of `batch` rows."""
+        if self.length == 0:
+            self.next = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.next += tokens
+        self.length += tokens
+        self._steps.clear()
 
 
 class KVCache:
     """The KV cache of one attention layer, for inference: it computes no gradients.
 
-    Call `attend` with the tokens of a sequence in order, any number at a time: the outputs equal
-    those of one causal `attend` over the whole sequence. `length` tokens were seen so far. The
-    buffers have `rows` rows; when they are full, keys that no later query sees are dropped, and
-    they grow by a quarter of what is left. So with a dilated pattern `rows` stays near 5/4 of the
-    longest segment.
+    Call `attend` with the tokens of a sequence in order, the prompt first: the outputs equal those
+    of one causal `attend` over the whole sequence. The buffers are allocated with the prompt, for
+    `capacity` tokens in all, and never again. They hold every row for a dense pattern, the window
+    and its sinks for a window, and for a dilated pattern the rows of each branch's current segment
+    that a head reads. `rows` is the number of rows for all kv heads together, `bytes` their size.
+    `length` tokens were seen so far.
+
+    The caches of a model's layers share `positions`, and are advanced together (`KVCaches`).
     """
 
-    def __init__(self, pattern: Pattern) -> None:
+    def __init__(
+        self, pattern: Pattern, capacity: int, *, positions: Positions | None = None
+    ) -> None:
         check_pattern(pattern)
         self.pattern = pattern
-        self.length = 0
-        self._heads = 0
-        # The buffers (batch, kv_heads, rows, head_dim) hold positions [0, sink) and [start, length)
-        # in this order. Heads come first so that the rows of a head lie together.
-        self._sink, self._start = 0, 0
-        self._keys, self._values = torch.empty(1, 1, 0, 1), torch.empty(1, 1, 0, 1)
+        self.positions = positions or Positions(capacity)
+        self._advances = positions is None
+        self._layout: CacheLayout | None = None
+        self.keys = self.values = torch.empty(1, 0, 1)
+        """(batch · rows + 1, head_dim), as `CacheLayout` describes."""
+
+    @property
+    def length(self) -> int:
+        return self.positions.length
 
     @property
     def rows(self) -> int:
-        return self._keys.shape[2]
+        return 0 if self._layout is None else self._layout.rows
+
+    @property
+    def bytes(self) -> int:
+        return self.keys.nbytes + self.values.nbytes
 
     def attend(
         self,
@@ -50,32 +96,87 @@ class KVCache:
         scale: float | None = None,
         sink_logits: Tensor | None = None,
     ) -> Tensor:
-        """Append the next tokens' k and v; returns the output for q. Arguments as of `attend`."""
+        """Append the next tokens' k and v; returns the output for q. Arguments as of `attend`.
+
+        All rows of the batch have the same number of tokens. The prompt runs the backend of
+        `attend`; later tokens are appended and attended one by one.
+        """
         self._check(q, k, v)
         check_sinks(q, sink_logits)
-        mask = Mask(self.pattern, sink_logits=sink_logits)
         if scale is None:
             scale = q.shape[3] ** -0.5
         else:
             check_scale(scale)
-        tokens, is_first = q.shape[1], self.length == 0
-        if is_first:  # only what a query after these tokens sees is stored
-            self.length, self._heads = tokens, q.shape[2]
-            self._reallocate(k.transpose(1, 2), v.transpose(1, 2), spare=0)
-            return attend_checked(q, k, v, mask, scale)
-        used = self._row(self.length)
-        if used + tokens > self.rows:
-            self._reallocate(self._keys, self._values, spare=tokens)
-            used = self._row(self.length)
-        self._keys[:, :, used : used + tokens] = k.transpose(1, 2)
-        self._values[:, :, used : used + tokens] = v.transpose(1, 2)
-        self.length += tokens
-        if tokens == 1:
-            held_from = self.length - 1, scale, self._sink, self._start
-            return _attend_newest(q, self._keys, self._values, mask, *held_from)
-        held = torch.cat([torch.arange(self._sink), torch.arange(self._start, self.length)])
-        keys, values = (x[:, :, : len(held)].transpose(1, 2) for x in (self._keys, self._values))
-        return reference_attention(q, keys, values, mask, scale, Places(held))
+        tokens = q.shape[1]
+        if self._advances:
+            self.positions.check(tokens)
+        if self.length == 0:
+            self.allocate(q, k)
+            self._store(k, v)
+            mask = Mask(self.pattern, sink_logits=sink_logits)
+            out = attend_checked(q, k, v, mask, scale)
+            self._advance(tokens, q)
+            return out
+        outputs = []
+        for one in range(tokens):
+            now = slice(one, one + 1)
+            outputs.append(self._attend_next(q[:, now], k[:, now], v[:, now], scale, sink_logits))
+            self._advance(1, q)
+        return outputs[0] if tokens == 1 else torch.cat(outputs, dim=1)
+
+    def allocate(self, q: Tensor, k: Tensor) -> None:
+        """Allocate the buffers for tensors like q and k, (batch, tokens, heads, head_dim)."""
+        heads, (batch, _, kv_heads, head_dim) = q.shape[2], k.shape
+        capacity = self.positions.capacity
+        self._layout = cache_layout(self.pattern, capacity, heads, kv_heads, k.device)
+        # Zeros: rows that hold no key yet get the weight 0, and 0 · NaN is NaN.
+        self.keys = k.new_zeros(batch * self._layout.rows + 1, head_dim)
+        self.values = torch.zeros_like(self.keys)
+
+    def allocate_like(self, other: KVCache, batch: int) -> None:
+        """Allocate the buffers of another cache for the same layer, for `batch` rows."""
+        self._layout = other._layout
+        self.keys = other.keys.new_zeros(batch * other.rows + 1, other.keys.shape[1])
+        self.values = torch.zeros_like(self.keys)
+
+    def load_row(self, row: int, other: KVCache) -> None:
+        """Copy the only row of the batch of `other` to a row of this cache's batch."""
+        rows = slice(row * self.rows, (row + 1) * self.rows)
+        self.keys[rows] = other.keys[:-1]
+        self.values[rows] = other.values[:-1]
+
+    def _advance(self, tokens: int, q: Tensor) -> None:
+        if self._advances:
+            self.positions.advance(tokens, q.shape[0], q.device)
+
+    def _store(self, k: Tensor, v: Tensor) -> None:
+        """Store what queries after a prompt's k and v may see."""
+        layout, last = self._layout, k.shape[1] - 1
+        assert layout is not None
+        for kv_head, slots in enumerate(layout.slots):
+            for slot in slots:
+                held = layout.held(slot, last)
+                is_held, start = held >= 0, kv_head * layout.width + slot.start
+                rows = start + is_held.nonzero()[:, 0].to(k.device)
+                source = held[is_held].to(k.device)
+                for buffer, x in ((self.keys, k), (self.values, v)):
+                    by_row = buffer[:-1].view(len(k), layout.rows, -1)
+                    by_row[:, rows] = x[:, source, kv_head]
+
+    def _attend_next(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None
+    ) -> Tensor:
+        """Append one token and attend to it; nothing here waits for the device."""
+        layout = self._layout
+        assert layout is not None
+        step = self.positions.step(layout)
+        for buffer, x in ((self.keys, k), (self.values, v)):
+            rows = x[:, 0]
+            if isinstance(self.pattern, Dilated):
+                rows = rows.index_select(1, layout.kv_head_of_slot)
+            buffer.index_copy_(0, step.write, rows.flatten(0, 1))
+        with torch.autocast(q.device.type, enabled=False):  # it would run the products in 16 bits
+            return _attend_rows(q, self.keys, self.values, step, scale, sinks)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensors(q, k, v)
@@ -87,8 +188,11 @@ class KVCache:
             raise ValueError("a KV cache computes no gradients: call it under torch.no_grad()")
         if self.length == 0:
             return
-        batch, kv_heads, _, head_dim = self._keys.shape
-        first = (batch, self._heads, kv_heads, head_dim, self._keys.dtype, self._keys.device)
+        assert self._layout is not None
+        batch, head_dim = len(self.positions.next), self.keys.shape[1]
+        dtype, device = self.keys.dtype, self.keys.device
+        heads, kv_heads = self._layout.heads, self._layout.kv_heads
+        first = (batch, heads, kv_heads, head_dim, dtype, device)
         now = (q.shape[0], q.shape[2], k.shape[2], k.shape[3], k.dtype, k.device)
         if now != first:
             names = ("batch", "heads", "kv_heads", "head_dim", "dtype", "device")
@@ -101,146 +205,74 @@ class KVCache:
                 f"the tokens of a KV cache differ from its first ones: {', '.join(changed)}"
             )
 
-    def _row(self, position: int) -> int:
-        """The row of a position from `start` on."""
-        return self._sink + position - self._start
 
-    def _reallocate(self, keys: Tensor, values: Tensor, spare: int) -> None:
-        """Copy what a later query may see to new buffers, with room for `spare` more tokens.
+class KVCaches:
+    """The KV caches of a model's layers, for up to `capacity` tokens of each row of a batch."""
 
-        keys, values: (batch, kv_heads, rows, head_dim) in the order of the buffers.
-        """
-        sink, start = self.pattern.retained(self.length)
-        begin, end = self._row(start), self._row(self.length)
-        count = sink + end - begin
-        rows = (count + spare) * 5 // 4 + SPARE_ROWS
+    def __init__(self, patterns: Sequence[Pattern], capacity: int) -> None:
+        self.positions = Positions(capacity)
+        self.layers = [KVCache(x, capacity, positions=self.positions) for x in patterns]
 
-        def copied(x: Tensor) -> Tensor:
-            new = x.new_zeros(*x.shape[:2], rows, x.shape[3])
-            new[:, :, :sink] = x[:, :, :sink]
-            new[:, :, sink:count] = x[:, :, begin:end]
-            return new
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row."""
+        return self.positions.length
 
-        self._keys, self._values = copied(keys), copied(values)
-        self._sink, self._start = sink, start
+    @property
+    def bytes(self) -> int:
+        return sum(cache.bytes for cache in self.layers)
+
+    def advance(self, tokens: Tensor) -> None:
+        """Count tokens (batch, tokens) that all layers have appended."""
+        self.positions.advance(tokens.shape[1], tokens.shape[0], tokens.device)
+
+    def repeat(self, batch: int) -> KVCaches:
+        """Caches of `batch` rows, each a copy of the only row of these."""
+        found = KVCaches([cache.pattern for cache in self.layers], self.positions.capacity)
+        found.positions.length = self.length
+        found.positions.next = self.positions.next.repeat(batch)
+        for new, cache in zip(found.layers, self.layers, strict=True):
+            new.allocate_like(cache, batch)
+            for row in range(batch):
+                new.load_row(row, cache)
+        return found
+
+    def load_row(self, row: int, other: KVCaches) -> None:
+        """Copy the only row of `other`, of the same capacity, to a row of these, in place."""
+        self.positions.next[row] = other.length
+        self.positions.length = max(self.length, other.length)
+        for cache, given in zip(self.layers, other.layers, strict=True):
+            cache.load_row(row, given)
+
+    def split(self, lengths: Sequence[int]) -> list[KVCaches]:
+        """The caches of consecutive layers, so many at a time, with the same positions."""
+        found, start = [], 0
+        for length in lengths:
+            part = copy(self)
+            part.layers = self.layers[start : start + length]
+            found.append(part)
+            start += length
+        return found
 
 
-def attend_newest(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    pattern: Pattern,
-    *,
-    scale: float | None = None,
-    sink_logits: Tensor | None = None,
+def _attend_rows(
+    q: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float, sinks: Tensor | None
 ) -> Tensor:
-    """What causal `attend` gives for the query of the last token, without gradients.
+    """Attention of one query per head, q (batch, 1, heads, head_dim), over the rows it sees.
 
-    q: (batch, 1, heads, head_dim); keys, values: (batch, kv_heads, tokens, head_dim), heads first
-    as a cache holds them. Only the keys that the query sees are read. Returns q's shape.
-    """
-    check_tensors(q, keys.transpose(1, 2), values.transpose(1, 2))
-    check_pattern(pattern)
-    if q.shape[1] != 1:
-        raise ValueError(f"q must have one token, got {q.shape[1]}")
-    if scale is None:
-        scale = q.shape[3] ** -0.5
-    else:
-        check_scale(scale)
-    check_sinks(q, sink_logits)
-    mask = Mask(pattern, sink_logits=sink_logits)
-    return _attend_newest(q, keys, values, mask, keys.shape[2] - 1, scale, 0, 0)
-
-
-def _attend_newest(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Mask,
-    position: int,
-    scale: float,
-    sink: int,
-    start: int,
-) -> Tensor:
-    """`attend_newest` for a query at `position`, whose rows are [0, sink) and from `start` on."""
-    heads, shift = q.shape[2], sink - start
-    branches = []
-    for seeing, found in _visible_keys(mask.pattern, position, heads, q.device):
-        rows: slice | Tensor
-        if isinstance(found, range):
-            rows = slice(found.start + shift, found.stop + shift, found.step)
-        else:
-            rows = torch.where(found < sink, found, found + shift)
-        key_rows = _select(keys, rows, seeing, heads)
-        branches.append((seeing, key_rows, _select(values, rows, seeing, heads)))
-    sinks = mask.sink_logits
-    if len(branches) == 1 and len(branches[0][0]) == heads and sinks is None:
-        # Dense over these keys.
-        keys, values = (x.transpose(1, 2) for x in branches[0][1:])
-        return attend_checked(q, keys, values, Mask(Dense(), is_causal=False), scale)
-    return _attend_one(q, branches, scale, sinks)
-
-
-@lru_cache(maxsize=64)
-def _visible_keys(
-    pattern: Pattern, position: int, heads: int, device: torch.device
-) -> list[tuple[range, range | Tensor]]:
-    """`Pattern.visible_keys` on `device`, computed once for all layers with the same pattern."""
-    found = pattern.visible_keys(position, heads)
-    return [(seeing, x if isinstance(x, range) else x.to(device)) for seeing, x in found]
-
-
-def _select(x: Tensor, rows: slice | Tensor, seeing: range, heads: int) -> Tensor:
-    """The rows of x (batch, kv_heads, rows, head_dim) that the query heads `seeing` read.
-
-    A kv head stands for as many of them, in their order, as there are for each head returned.
-    """
-    group, step = heads // x.shape[1], seeing.step
-    kv_heads: slice | list[int]
-    if step % group == 0:  # at most one of a group
-        kv_heads = slice(seeing.start // group, None, step // group)
-    elif group % step == 0:  # equally many of every group
-        kv_heads = slice(None)
-    else:
-        kv_heads = [head // group for head in seeing]
-    if isinstance(rows, slice):
-        return x[:, kv_heads, rows]
-    return x[:, kv_heads].index_select(2, rows)
-
-
-def _attend_one(
-    q: Tensor,
-    branches: list[tuple[range, Tensor, Tensor]],
-    scale: float,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Attention of one query per head, q (batch, 1, heads, head_dim), over several branches.
-
-    Each branch: the heads that see it, and their keys and values from `_select`. One softmax runs
-    over all of a head's branches, so a key in two of them counts twice.
+    One softmax runs over all rows of a head, so a key in two branches counts twice.
     """
     batch, _, heads, head_dim = q.shape
-    dtype = accumulation_dtype(q)
-    out = torch.zeros(batch, heads, head_dim, dtype=dtype, device=q.device)
-    counts = [keys.shape[2] for _, keys, _ in branches]
-    with torch.autocast(q.device.type, enabled=False):  # it would run the products in 16 bits
-        q_BHD = q[:, 0].to(dtype) * scale
-        scores = q_BHD.new_full((batch, heads, sum(counts)), -torch.inf)
-        parts = torch.split(scores, counts, dim=2)
-        for (seeing, keys, _), part in zip(branches, parts, strict=True):
-            q_BGHD = q_BHD[:, _slice(seeing)].reshape(batch, keys.shape[1], -1, head_dim)
-            found = q_BGHD @ keys.to(dtype).mT
-            part[:, _slice(seeing)] = found.reshape(batch, len(seeing), -1)
-        if sinks is not None:
-            scores = torch.cat([scores, sinks.to(dtype).expand(batch, -1)[..., None]], dim=2)
-        # NaN for a head that sees nothing, which no branch reads: its output stays zero.
-        weights = torch.split(scores.softmax(-1)[..., : sum(counts)], counts, dim=2)
-        for (seeing, _, values), part in zip(branches, weights, strict=True):
-            w_BGHR = part[:, _slice(seeing)].reshape(batch, values.shape[1], -1, part.shape[2])
-            found = w_BGHR @ values.to(dtype)
-            out[:, _slice(seeing)] += found.reshape(batch, len(seeing), head_dim)
-    return out[:, None].to(q.dtype)
-
-
-def _slice(heads: range) -> slice:
-    return slice(heads.start, heads.stop, heads.step)
+    dtype, layout = accumulation_dtype(q), step.layout
+    shape = batch * layout.kv_heads, layout.width, head_dim
+    k_GRD, v_GRD = (x[:-1].view(shape).to(dtype) for x in (keys, values))
+    q_GND = (q.to(dtype) * scale).reshape(shape[0], -1, head_dim)  # N: heads of a kv head
+    scores = torch.bmm(q_GND, k_GRD.mT).view(batch, heads, -1)
+    scores = scores.masked_fill_(step.is_hidden, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(dtype).expand(batch, -1)[..., None]], dim=2)
+    weights = scores.softmax(-1)[..., : layout.width]
+    if not layout.covers_all:
+        weights = weights.nan_to_num()  # of a head that sees nothing
+    out = torch.bmm(weights.reshape(shape[0], -1, layout.width), v_GRD)
+    return out.view(q.shape).to(q.dtype)

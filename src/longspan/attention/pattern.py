@@ -168,15 +168,21 @@ class BlockSparse(Pattern):
         if not 0 <= self.density <= 1:
             raise ValueError(f"density is the fraction of blocks seen, 0 to 1, got {self.density}")
 
+    def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Whether queries see keys, before causality: positions that broadcast together."""
+        return self._sees_block(queries // self.block_size, keys // self.block_size)
+
     def blocks(self, query_blocks: Tensor, key_blocks: Tensor) -> Tensor:
         """Which key blocks each query block sees, by block index: bool (queries, keys)."""
-        i, j = query_blocks[:, None], key_blocks[None, :]
+        return self._sees_block(query_blocks[:, None], key_blocks[None, :])
+
+    def _sees_block(self, i: Tensor, j: Tensor) -> Tensor:
         seen = (i == j) | ((i - j).abs() < self.local_window // self.block_size)
         global_blocks = self.global_tokens // self.block_size
         seen |= (i < global_blocks) | (j < global_blocks)
         if self.stride:
             seen |= (i - j) % self.stride == 0
-        return seen | (uniform(self.seed, i, j) < self.density)
+        return seen | (uniform(self.seed, i, j) < self.density) if self.density > 0 else seen
 
     def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
         # Once per pair of blocks: with a density, a pair costs a hash.

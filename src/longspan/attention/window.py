@@ -36,10 +36,14 @@ class Window(Pattern):
         """The largest distance of a key in the window."""
         return (self.window - 1) * self.dilation
 
-    def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
-        distance = queries[:, None] - keys[None, :]
+    def sees(self, queries: Tensor, keys: Tensor) -> Tensor:
+        """Whether queries see keys, before causality: positions that broadcast together."""
+        distance = queries - keys
         seen = (distance.abs() <= self.span) & (distance % self.dilation == 0)
-        return (seen | (keys[None, :] < self.sinks)).long()
+        return seen | (keys < self.sinks)
+
+    def counts(self, queries: Tensor, keys: Tensor, head: int) -> Tensor:
+        return self.sees(queries[:, None], keys[None, :]).long()
 
     def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
         w, d, sinks = self.window, self.dilation, min(self.sinks, tokens)

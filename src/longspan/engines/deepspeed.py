@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from longspan.attention import KVCache
+from longspan.attention import KVCaches
 from longspan.checkpoint import Region, TensorShard
 from longspan.config import Layout, Train
 from longspan.engines.agreement import Settings
@@ -273,10 +273,10 @@ class _Zero3Model:
         loss: Tensor = self._model(tokens, targets, documents)
         return loss
 
-    def new_caches(self) -> list[KVCache]:
-        return self._model.new_caches()
+    def new_caches(self, capacity: int | None = None) -> KVCaches:
+        return self._model.new_caches(capacity)
 
-    def next_logits(self, tokens: Tensor, caches: list[KVCache]) -> Tensor:
+    def next_logits(self, tokens: Tensor, caches: KVCaches) -> Tensor:
         last = self._model.hidden(tokens, caches)[:, -1]
         with self._deepspeed.zero.GatheredParameters([self._model.head_weight]):
             return logits_of(last, self._model.head_weight)

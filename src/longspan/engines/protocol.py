@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from longspan.attention import KVCache
+from longspan.attention import KVCaches
 from longspan.checkpoint import Region, TensorShard
 from longspan.engines.spec import StepBatch
 
@@ -34,9 +34,9 @@ class InferenceModel(Protocol):
         self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None
     ) -> Tensor: ...
 
-    def new_caches(self) -> list[KVCache]: ...
+    def new_caches(self, capacity: int | None = None) -> KVCaches: ...
 
-    def next_logits(self, tokens: Tensor, caches: list[KVCache]) -> Tensor: ...
+    def next_logits(self, tokens: Tensor, caches: KVCaches) -> Tensor: ...
 
 
 class Engine(Protocol):

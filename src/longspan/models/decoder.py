@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from longspan.attention import KVCache, Pattern, attend, patterns_of
+from longspan.attention import KVCache, KVCaches, Pattern, attend, patterns_of
 from longspan.config import Model, Run
 from longspan.costs import is_adapter, linear_sizes, lora_rank_of, rank_of, trains
 from longspan.errors import UserError
@@ -180,33 +180,38 @@ class Decoder(nn.Module):
             return logits_of(hidden, self.head_weight)
         return cross_entropy_sum(hidden, self.head_weight, targets, z_loss=self.z_loss)
 
-    def next_logits(self, tokens: Tensor, caches: list[KVCache] | None = None) -> Tensor:
+    def next_logits(self, tokens: Tensor, caches: KVCaches | None = None) -> Tensor:
         """Logits (batch, vocab) of the token after the last of tokens (batch, tokens)."""
         return logits_of(self.hidden(tokens, caches)[:, -1], self.head_weight)
 
-    def new_caches(self) -> list[KVCache]:
-        """An empty KV cache per block, for `hidden` and `next_logits`."""
+    def new_caches(self, capacity: int | None = None) -> KVCaches:
+        """Empty KV caches for `hidden` and `next_logits`, of the context or `capacity` tokens."""
         patterns = [m.pattern for m in self.modules() if isinstance(m, SelfAttention)]
-        return [KVCache(pattern) for pattern in patterns]
+        return KVCaches(patterns, capacity or self.context)
 
     def hidden(
         self,
         tokens: Tensor,
-        caches: list[KVCache] | None = None,
+        caches: KVCaches | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
         """The final hidden states (batch, tokens, hidden), which the head projects to logits.
 
-        With `caches` the tokens continue those that the caches hold.
+        With `caches` the tokens continue those that the caches hold, one by one.
         """
+        if caches is not None and caches.length and tokens.shape[1] > 1:
+            steps = [self.hidden(token[:, None], caches) for token in tokens.unbind(1)]
+            return torch.cat(steps, dim=1)
         if documents is not None:
             documents = documents.cpu()  # once, not in every block; FSDP may have copied them
-        positions = positions_of(tokens.shape[1], tokens.device, self.positions, caches, documents)
-        is_split = self.positions is not None and not caches
-        rope = self.rope.table(positions, self.context if is_split else None)
+        rope = rope_table(
+            self.rope, tokens, self.positions, self.context, caches=caches, documents=documents
+        )
         x_BNC = scaled_embedding(self.embedding, tokens, self.config.embedding_scale)
         for index, block in enumerate(self.blocks):
-            x_BNC = block(x_BNC, rope, caches[index] if caches else None, documents)
+            x_BNC = block(x_BNC, rope, caches.layers[index] if caches else None, documents)
+        if caches is not None:
+            caches.advance(tokens)
         out: Tensor = self.norm(x_BNC)
         return out
 
@@ -229,26 +234,33 @@ def scaled_embedding(embedding: nn.Module, tokens: Tensor, scale: float) -> Tens
     return x_BNC if scale == 1 else x_BNC * scale
 
 
-def positions_of(
-    count: int,
-    device: torch.device,
+def rope_table(
+    rope: RotaryEmbedding,
+    x: Tensor,
     given: Tensor | None,
-    caches: list[KVCache] | None,
+    context: int,
+    *,
+    caches: KVCaches | None = None,
     documents: Tensor | None = None,
 ) -> Tensor:
-    """Positions (count,) of tokens: `given`, or consecutive after those in `caches`.
+    """RoPE's table for x (batch, tokens, …): its positions follow those in `caches`.
 
-    With `documents` positions (batch, count) in each of them.
+    `given`: positions of this rank's tokens, if ranks split the sequence of `context` tokens. With
+    `documents` positions count in each of them.
     """
-    if documents is not None:
+    if caches is not None:
+        caches.positions.check(x.shape[1])
+        if caches.length:  # one more token of each row
+            positions = caches.positions.next[:, None]
+            return rope.table(positions, positions + 1)
+    elif documents is not None:
         positions = document_positions(documents)
         if given is not None:
             positions = positions[:, given.to(positions.device)]
-        return positions.to(device)
-    if given is not None and not caches:
-        return given.to(device)
-    start = caches[0].length if caches else 0
-    return torch.arange(start, start + count, device=device)
+        return rope.table(positions.to(x.device), None if given is None else context)
+    elif given is not None:
+        return rope.table(given.to(x.device), context)
+    return rope.table(torch.arange(x.shape[1], device=x.device))
 
 
 def document_positions(documents: Tensor) -> Tensor:

@@ -24,21 +24,23 @@ class RotaryEmbedding:
     theta: float
     rope: Rope = UNSCALED
 
-    def table(self, positions: Tensor, context: int | None = None) -> Tensor:
+    def table(self, positions: Tensor, context: int | Tensor | None = None) -> Tensor:
         """Cosines and sines for integer `positions` (tokens,): float32 (2, tokens, 1, head_dim/2).
 
         Positions (batch, tokens) give float32 (2, batch, tokens, 1, head_dim/2).
         Angles are computed in float64: at a million tokens float32 is off by 0.03 radians.
-        `context` is the length of the sequence if `positions` are only a rank's part of it.
+        `context` is the length of the sequence if `positions` are only a part of it, or of each
+        row's (batch, 1); a tensor is not waited for.
         """
         angles = positions.double()[..., None, None] * self._frequencies(positions, context)
         return (torch.stack([angles.cos(), angles.sin()]) * self._attention_factor()).float()
 
-    def _frequencies(self, positions: Tensor, context: int | None) -> Tensor:
-        """Radians per token of each pair (head_dim / 2,), float64."""
-        rope, theta = self.rope, self.theta
+    def _frequencies(self, positions: Tensor, context: int | Tensor | None) -> Tensor:
+        """Radians per token of each pair (head_dim / 2,), float64; before it, dims of `context`."""
+        rope = self.rope
+        theta: float | Tensor = self.theta
         if rope.type == "dynamic":
-            theta = self._dynamic_theta(context or int(positions.max()) + 1)
+            theta = self._dynamic_theta(int(positions.max()) + 1 if context is None else context)
         pairs = torch.arange(0, self.head_dim, 2, dtype=torch.float64, device=positions.device)
         frequencies = theta ** -(pairs / self.head_dim)
         if rope.type in ("default", "dynamic"):
@@ -55,14 +57,17 @@ class RotaryEmbedding:
             kept = 1 - self._yarn_ramp(rope.original_context, pairs / 2)
         return scaled * (1 - kept) + frequencies * kept
 
-    def _dynamic_theta(self, length: int) -> float:
-        """The base for a sequence of `length` tokens, which grows beyond the original context."""
+    def _dynamic_theta(self, length: int | Tensor) -> Tensor:
+        """The base for a sequence of `length` tokens, which grows beyond the original context.
+
+        Of lengths (batch, 1): float64 (batch, 1, 1, 1).
+        """
         rope, dim = self.rope, self.head_dim
         assert rope.original_context is not None
-        if length <= rope.original_context or dim <= 2:
-            return self.theta
-        growth = rope.factor * length / rope.original_context - (rope.factor - 1)
-        return float(self.theta * growth ** (dim / (dim - 2)))
+        tokens = torch.as_tensor(length, dtype=torch.float64)
+        growth = rope.factor * tokens / rope.original_context - (rope.factor - 1)
+        theta = self.theta * growth.clamp(min=1) ** (dim / (dim - 2) if dim > 2 else 0)
+        return theta[..., None, None] if theta.dim() else theta
 
     def _yarn_ramp(self, context: int, pairs: Tensor) -> Tensor:
         """How much each pair is scaled: 0 for the fastest, 1 for the slowest."""

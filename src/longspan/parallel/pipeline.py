@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from longspan.attention import KVCache
+from longspan.attention import KVCaches
 from longspan.models import Decoder
-from longspan.models.decoder import SelfAttention, positions_of, scaled_embedding
+from longspan.models.decoder import SelfAttention, rope_table, scaled_embedding
 from longspan.nn import cross_entropy_sum, logits_of
 from longspan.parallel.choices import residual_split
 from longspan.parallel.dtensor import reduced_grad
@@ -100,7 +100,7 @@ class Stage(nn.Module):
         self,
         x: Tensor,
         targets: Tensor | None = None,
-        caches: list[KVCache] | None = None,
+        caches: KVCaches | None = None,
         documents: Tensor | None = None,
     ) -> Tensor:
         """Tokens (batch, tokens), or the output of the stage before, to (batch, tokens, hidden).
@@ -108,19 +108,19 @@ class Stage(nn.Module):
         The last stage returns the summed cross-entropy (1,) against `targets` or, without them,
         the logits (batch, vocab) after the last token.
         """
-        count = x.shape[1] if targets is None else targets.shape[1]
         if documents is not None:
             documents = documents.cpu()  # once, not in every block
-        positions = positions_of(count, x.device, self.positions, caches, documents)
-        is_split = self.positions is not None and not caches
-        rope = self.rope.table(positions, self.context if is_split else None)
+        tokens = x if targets is None else targets
+        rope = rope_table(
+            self.rope, tokens, self.positions, self.context, caches=caches, documents=documents
+        )
         with self.forward_context():
             if self.embedding is not None:
                 x = scaled_embedding(self.embedding, x, self.embedding_scale)
                 if torch.is_grad_enabled() and not x.requires_grad:
                     x.requires_grad_()  # all of the stage may be frozen, and its output needs one
             for index, block in enumerate(self.blocks):
-                x = block(x, rope, caches[index] if caches else None, documents)
+                x = block(x, rope, caches.layers[index] if caches else None, documents)
             if self.norm is None or self.head is None:
                 return x
             x = self.norm(x)
@@ -173,7 +173,7 @@ class PipelinedDecoder(nn.Module):
         self.stages = nn.ModuleList(self._local.values())
         self._scale = torch.ones(())
         self._micro_batches = self._token_splits = 1
-        self._features = model.config.hidden
+        self._features, self._context = model.config.hidden, model.context
         self.schedule: Any = None
 
     def build_schedule(
@@ -300,20 +300,23 @@ class PipelinedDecoder(nn.Module):
         out = self._run_stages(tokens, lambda i, x: self._local[i](x, **given), loss)
         return out.squeeze(0)
 
-    def new_caches(self) -> list[KVCache]:
-        """An empty KV cache per block of this rank."""
+    def new_caches(self, capacity: int | None = None) -> KVCaches:
+        """Empty KV caches of this rank's blocks, of the context or `capacity` tokens."""
         patterns = [m.pattern for m in self.stages.modules() if isinstance(m, SelfAttention)]
-        return [KVCache(pattern) for pattern in patterns]
+        return KVCaches(patterns, capacity or self._context)
 
     @torch.no_grad()
-    def next_logits(self, tokens: Tensor, caches: list[KVCache]) -> Tensor:
-        """Logits (batch, vocab) after the last of tokens (batch, tokens), on every rank."""
-        by_stage, taken = {}, 0
-        for index, stage in self._local.items():
-            by_stage[index] = caches[taken : taken + len(stage.blocks)]
-            taken += len(stage.blocks)
+    def next_logits(self, tokens: Tensor, caches: KVCaches) -> Tensor:
+        """Logits (batch, vocab) after the last of tokens (batch, tokens), on every rank.
+
+        Tokens that follow others come one at a time.
+        """
+        parts = caches.split([len(stage.blocks) for stage in self._local.values()])
+        by_stage = dict(zip(self._local, parts, strict=True))
         logits = torch.empty(len(tokens), self._config.vocab, device=tokens.device)
-        return self._run_stages(tokens, lambda i, x: self._local[i](x, caches=by_stage[i]), logits)
+        self._run_stages(tokens, lambda i, x: self._local[i](x, caches=by_stage[i]), logits)
+        caches.advance(tokens)
+        return logits
 
     def _run_stages(
         self, tokens: Tensor, stage: Callable[[int, Tensor], Tensor], result: Tensor

@@ -18,7 +18,7 @@ from longspan.data import Baseline, Sample, Source, collate, count_targets
 from longspan.engines import Engine, InferenceModel
 from longspan.faults import fault_point
 from longspan.models import Decoder
-from longspan.models.generation import complete
+from longspan.models.generation import Sampling, complete
 from longspan.parallel.collectives import all_reduce_any, all_reduce_loss
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
@@ -191,10 +191,9 @@ def sample_text(
         cast(InferenceModel, model),
         source.tokenizer,
         prompt,
+        Sampling(SAMPLE_TOKENS, seed=seed),
         device=device,
-        count=SAMPLE_TOKENS,
         context=source.context,
-        seed=seed,
     ):
         text += piece.text
         if should_stop():

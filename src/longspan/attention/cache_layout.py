@@ -1,0 +1,194 @@
+"""Where a KV cache holds the rows of a pattern, in buffers whose size never changes.
+
+A layer's keys lie in one buffer (batch · kv_heads · width + 1, head_dim), its values in another: of
+each row of a batch and kv head `width` rows, and last a scratch row, to which goes what is not
+stored. The rows of a kv head are divided into slots:
+
+- Dense, window, block-sparse: one slot. It holds the first `sink` positions and a ring of the
+  newest other ones.
+- Dilated: of each branch, a slot for each residue (mod rate) that the heads of this kv head read;
+  it holds the positions of that residue in the current segment.
+
+What depends on the position of a token is computed from a tensor of positions with fixed shapes, so
+that a decoding step can be captured as a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import torch
+from torch import Tensor
+
+from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
+from longspan.attention.window import Window
+
+UNLIMITED = 1 << 62
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Rows of a kv head: `rows` of them, from `start` on."""
+
+    start: int
+    rows: int
+    segment: int = UNLIMITED
+    rate: int = 1
+    residue: int = 0
+    """Positions in the current segment that are `residue` modulo `rate`, one after another."""
+
+    def held(self, position: int) -> Tensor:
+        """The position in each row if `position` is the newest: (rows,), −1 for none."""
+        first = position // self.segment * self.segment + self.residue
+        found = first + self.rate * torch.arange(self.rows)
+        return found.where(found <= position, -1)
+
+
+class CacheLayout:
+    """The layout of a pattern's rows for up to `capacity` tokens; see the module's text."""
+
+    def __init__(
+        self, pattern: Pattern, capacity: int, heads: int, kv_heads: int, device: torch.device
+    ) -> None:
+        self.pattern, self.heads, self.kv_heads = pattern, heads, kv_heads
+        self.sink, self.size = _ring(pattern, capacity)
+        self.slots: list[list[Slot]] = []
+        """The slots of each kv head."""
+        self.read: list[list[Slot]] = [[] for _ in range(heads)]
+        """The slots that each head reads."""
+        for kv_head in range(kv_heads):
+            self.slots.append(self._slots_of(kv_head, capacity))
+        self.width = self.slots[0][-1].start + self.slots[0][-1].rows
+        first = self.slots[0]  # the others have the same rows, of other residues
+        self._rate = torch.cat([torch.full((x.rows,), x.rate) for x in first]).to(device)
+        self._segment = torch.cat([torch.full((x.rows,), x.segment) for x in first]).to(device)
+        self._row = torch.cat([torch.arange(x.rows) for x in first]).to(device)
+        residue = torch.full((heads, self.width), -1)  # of no position: these rows are not read
+        for head, slots in enumerate(self.read):
+            for x in slots:
+                residue[head, x.start : x.start + x.rows] = x.residue
+        self._residue = residue.to(device)
+        all_slots = [(kv_head, x) for kv_head, slots in enumerate(self.slots) for x in slots]
+        self._write = torch.tensor(
+            [
+                [kv_head * self.width + x.start, x.rate, x.segment, x.residue]
+                for kv_head, x in all_slots
+            ],
+            device=device,
+        ).unbind(1)
+        self.kv_head_of_slot = torch.tensor([kv_head for kv_head, _ in all_slots], device=device)
+        self.covers_all = not isinstance(pattern, Dilated) or 1 in pattern.dilation_rates
+        """Whether every query sees a key in every head."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of all kv heads."""
+        return self.kv_heads * self.width
+
+    def _slots_of(self, kv_head: int, capacity: int) -> list[Slot]:
+        """The slots of a kv head; its heads are told which of them they read."""
+        group = self.heads // self.kv_heads
+        heads = range(kv_head * group, (kv_head + 1) * group)
+        if not isinstance(self.pattern, Dilated):
+            slot = Slot(0, min(capacity, self.sink + self.size))
+            for head in heads:
+                self.read[head].append(slot)
+            return [slot]
+        slots, start = list[Slot](), 0
+        for w, r in self.pattern.branches:
+            by_residue: dict[int, Slot] = {}
+            rows = -(-min(w, capacity) // r)
+            for head in heads:
+                residue = (self.pattern.first_head + head) % r
+                if residue not in by_residue:
+                    by_residue[residue] = Slot(start, rows, w, r, residue)
+                    start += rows
+                self.read[head].append(by_residue[residue])
+            slots += by_residue.values()
+        return slots
+
+    def held(self, slot: Slot, position: int) -> Tensor:
+        """The position in each row of a slot if `position` is the newest; −1 for none."""
+        if isinstance(self.pattern, Dilated):
+            return slot.held(position)
+        return self._in_ring(torch.tensor([[position]]), torch.arange(slot.rows))[0]
+
+    def _in_ring(self, newest: Tensor, row: Tensor) -> Tensor:
+        """The positions that rows (rows,) of a ring hold at `newest` (batch, 1); −1 for none."""
+        found = newest - (newest - row) % self.size
+        found = found.where(found >= self.sink, -1)
+        return found.where(row >= self.sink, row.where(row <= newest, -1))
+
+    def step(self, position: Tensor) -> Step:
+        """The step of the tokens at `position`, int64 (batch,)."""
+        p_B1 = position[:, None]
+        start, rate, segment, residue = self._write
+        if isinstance(self.pattern, Dilated):
+            row = p_B1 % segment // rate
+        else:
+            row = self.sink + (p_B1 - self.sink) % self.size
+            row = row.where(p_B1 >= self.sink, p_B1)
+        batch = len(position)
+        found = start + row
+        if batch > 1:
+            found += self.rows * torch.arange(batch, device=position.device)[:, None]
+        if isinstance(self.pattern, Dilated):
+            found = found.where(p_B1 % rate == residue, batch * self.rows)
+        return Step(self, position, found.flatten())
+
+    def visible(self, position: Tensor) -> Tensor:
+        """Which of its kv head's rows each head sees: bool (batch, heads, width)."""
+        p_B1 = position[:, None]
+        newest = p_B1 % self._segment // self._rate  # the newest row of the segment
+        seen = self._row <= newest
+        match self.pattern:
+            case Dilated(blocks=BlockSparse() as blocks):
+                seen &= blocks.sees(newest, self._row)
+            case Window(dilation=1):
+                pass  # it sees all that the ring holds
+            case Window() | BlockSparse() as pattern:
+                held = self._in_ring(p_B1, self._row)
+                seen &= (held >= 0) & pattern.sees(p_B1, held)
+        return seen[:, None] & ((p_B1 % self._rate)[:, None] == self._residue)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Where a token's keys go and which rows its query reads; it depends on positions only."""
+
+    layout: CacheLayout
+    position: Tensor
+    """int64 (batch,)."""
+    write: Tensor
+    """The row of the buffers for each slot of all kv heads: int64 (batch · slots,)."""
+
+    @cached_property
+    def is_hidden(self) -> Tensor:
+        """Which rows of its kv head a head does not see: bool (batch, heads, width)."""
+        return ~self.layout.visible(self.position)
+
+
+@lru_cache(maxsize=64)
+def cache_layout(
+    pattern: Pattern, capacity: int, heads: int, kv_heads: int, device: torch.device
+) -> CacheLayout:
+    """The layout of a pattern; layers with equal patterns share it."""
+    return CacheLayout(pattern, capacity, heads, kv_heads, device)
+
+
+def _ring(pattern: Pattern, capacity: int) -> tuple[int, int]:
+    """How many of the first and of the newest positions a query may see."""
+    match pattern:
+        case Dense() | Dilated():
+            return 0, capacity
+        case Window():
+            return pattern.sinks, pattern.span + 1
+        case BlockSparse():
+            if pattern.stride or pattern.density > 0:
+                return 0, capacity
+            return pattern.global_tokens, max(pattern.block_size, pattern.local_window)
+    raise TypeError(
+        "a KV cache supports Dense, Dilated, BlockSparse and Window patterns, got "
+        f"{type(pattern).__name__}"
+    )
