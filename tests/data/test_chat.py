@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -157,8 +158,56 @@ def test_a_hostile_template_ends_in_one_error(tmp_path: Path, expression: str) -
 def test_what_a_template_makes_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longspan.data.chat.MAX_CHARACTERS", 1000)
     folder = tokenizer_folder(tmp_path / "t", "{% for n in range(99999) %}text{% endfor %}")
-    with pytest.raises(UserError, match="gives more than 1,000 characters"):
+    with pytest.raises(UserError, match="fails: more than 1,000 characters"):
         ChatTemplate(folder).render(TALK, "here")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ 'a'.ljust(4000000000) }}",
+        "{{ '{:>4000000000}'.format('a') }}",
+        "{% set x = namespace(s='ab' | center(9999)) %}{% for n in range(30) %}"
+        "{% set x.s = x.s ~ x.s %}{% endfor %}",
+    ],
+)
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="the limit is that of Linux")
+def test_the_memory_of_a_template_is_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str
+) -> None:
+    monkeypatch.setattr("longspan.data.chat.MAX_MEMORY", 1 << 28)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    folder = tokenizer_folder(tmp_path / "t", template)
+    with pytest.raises(UserError, match="fails: it needs more than"):
+        ChatTemplate(folder).render(TALK, "here")
+    assert resource.getrlimit(resource.RLIMIT_AS) == before
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% generation %}a{% generation %}b{% endgeneration %}{% endgeneration %}",
+        "{% generation %}a{% endgeneration %}{% filter upper %}{% generation %}b{% endgeneration %}"
+        "{% endfilter %}",
+    ],
+)
+def test_the_marks_of_answers_never_become_text(tmp_path: Path, template: str) -> None:
+    folder = tokenizer_folder(tmp_path / "t", template)
+    with pytest.raises(UserError, match=r"here: .* within another, or in a filter"):
+        ChatTemplate(folder).render(TALK, "here")
+
+
+def test_the_end_of_answers_is_known_or_refused(tmp_path: Path) -> None:
+    """Undefined it would be no text, and a model would not learn to stop."""
+    folder = tokenizer_folder(tmp_path / "t", MARKED)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": MARKED}))
+    with pytest.raises(UserError, match=r"ends messages with eos_token, but .* does not say"):
+        ChatTemplate(folder)
+    names = {"eos_token": {"content": "</s>"}, "bos_token": "<s>"}
+    (folder / "special_tokens_map.json").write_text(json.dumps(names))
+    text, spans = ChatTemplate(folder).render(TALK, "here")
+    assert text.startswith("<s>")
+    assert answers(text, spans) == ["hello ü</s>", "ciao</s>"]
 
 
 @pytest.mark.parametrize(

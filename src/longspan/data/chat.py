@@ -1,7 +1,7 @@
 """Conversations as text: the chat template of a tokenizer folder, in Jinja's sandbox.
 
 A template comes with a tokenizer that others made, so it is untrusted: it sees the messages and the
-names of special tokens only, can change nothing, and the length of what it makes is bounded.
+names of special tokens only, can change nothing, and its memory and what it makes are bounded.
 
 Which text is an answer of the assistant is what a template marks by {% generation %}. Without that,
 it is what a message of the assistant adds to the text of the messages before it.
@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,10 @@ from longspan.files import read_bounded, read_json_object
 ROLES = ("system", "developer", "user", "assistant", "tool")
 MAX_CHARACTERS = 1 << 26
 """Of the text of a conversation."""
+MAX_MEMORY = 1 << 31
+"""Bytes that a template may take while it makes that."""
 TEMPLATE_FILE = "chat_template.jinja"
+SPECIAL_TOKENS_MAP = "special_tokens_map.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token")
 
 
@@ -37,8 +42,8 @@ class ChatTemplate:
         self._name = f"the chat template of {folder}"
         environment, errors = _environment()
         self._errors = errors
-        nonce = secrets.token_hex(16)  # no message can contain it
-        self._marks = f"\x02{nonce}", f"\x03{nonce}"
+        self._nonce = secrets.token_hex(16)  # no message can contain it
+        self._marks = f"\x02{self._nonce}", f"\x03{self._nonce}"
         environment.globals["_generation"] = self._marks
         try:
             self._template = environment.from_string(self.source)
@@ -46,12 +51,17 @@ class ChatTemplate:
             raise UserError(f"{self._name} is not valid: {_text(error)}") from error
         self._has_marks = environment.marks_found
         self._tokens = tokens
+        if "eos_token" not in tokens and "eos_token" in environment.undeclared(self.source):
+            raise UserError(
+                f"{self._name} ends messages with eos_token, but {folder / TOKENIZER_CONFIG} does "
+                "not say which token that is: add it, or the model would not learn to stop"
+            )
 
     def render(self, messages: Any, where: str) -> tuple[str, tuple[Span, ...]]:
         """The text of a conversation, and the spans of it that are answers."""
         _check(messages, where)
         if self._has_marks:
-            return self._cut_marks(self._text(messages, where))
+            return self._cut_marks(self._text(messages, where), where)
         text = self._text(messages, where)
         spans: list[Span] = []
         for number, message in enumerate(messages):
@@ -73,18 +83,20 @@ class ChatTemplate:
         length = 0
         values = {**self._tokens, "messages": messages, "add_generation_prompt": asks}
         try:
-            for part in self._template.generate(values):
-                parts.append(part)
-                length += len(part)
-                if length > MAX_CHARACTERS:
-                    raise UserError(
-                        f"{where}: {self._name} gives more than {MAX_CHARACTERS:,} characters"
-                    )
+            with _bounded_memory(MAX_MEMORY):
+                for part in self._template.generate(values):
+                    parts.append(part)
+                    length += len(part)
+                    if length > MAX_CHARACTERS:
+                        raise MemoryError(f"more than {MAX_CHARACTERS:,} characters")
+        except MemoryError as error:
+            reason = str(error) or f"it needs more than {MAX_MEMORY >> 30} GiB of memory"
+            raise UserError(f"{where}: {self._name} fails: {reason}") from error
         except self._errors as error:
             raise UserError(f"{where}: {self._name} fails: {_text(error)}") from error
         return "".join(parts)
 
-    def _cut_marks(self, marked: str) -> tuple[str, tuple[Span, ...]]:
+    def _cut_marks(self, marked: str, where: str) -> tuple[str, tuple[Span, ...]]:
         begin, end = self._marks
         first, *others = marked.split(begin)
         text, spans = first, []
@@ -92,6 +104,11 @@ class ChatTemplate:
             answer, _, rest = part.partition(end)
             spans.append((len(text), len(text) + len(answer)))
             text += answer + rest
+        if self._nonce[:8] in text.lower():  # part of a mark, which a filter has cut or changed
+            raise UserError(
+                f"{where}: {self._name} has {{% generation %}} within another, or in a filter: "
+                "mark each answer by itself"
+            )
         return text, tuple(span for span in spans if span[0] < span[1])
 
 
@@ -111,9 +128,12 @@ def _read_template(folder: Path) -> tuple[str, dict[str, str]]:
             f"{folder} has no chat template: expected chat_template in {TOKENIZER_CONFIG}, or "
             f"{TEMPLATE_FILE}"
         )
+    names: dict[str, Any] = {}  # which older folders have apart
+    if os.path.lexists(folder / SPECIAL_TOKENS_MAP):
+        names = read_json_object(folder / SPECIAL_TOKENS_MAP, MAX_BYTES)
     tokens = {}
     for name in SPECIAL_TOKENS:
-        token = config.get(name)
+        token = config.get(name) or names.get(name)
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             tokens[name] = token
@@ -141,6 +161,25 @@ def _check(messages: Any, where: str) -> None:
         raise UserError(f"{where}: no message is from the assistant, so that none has a loss")
 
 
+@contextmanager
+def _bounded_memory(limit: int) -> Iterator[None]:
+    """Raise MemoryError where more than so many bytes are allocated, on Linux."""
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:  # another system, which does not enforce this limit
+        yield
+        return
+    most = pages * resource.getpagesize() + limit
+    if before[0] != resource.RLIM_INFINITY:
+        most = min(most, before[0])
+    resource.setrlimit(resource.RLIMIT_AS, (most, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
 def _text(error: Exception) -> str:
     line = getattr(error, "lineno", None)
     place = f" (line {line})" if line else ""
@@ -150,7 +189,7 @@ def _text(error: Exception) -> str:
 def _environment() -> tuple[Any, tuple[type[Exception], ...]]:
     """Jinja's sandbox with what templates of Hugging Face use, and the errors that it raises."""
     try:
-        from jinja2 import TemplateError, nodes
+        from jinja2 import TemplateError, meta, nodes
         from jinja2.exceptions import SecurityError
         from jinja2.ext import Extension, loopcontrols
         from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -160,6 +199,10 @@ def _environment() -> tuple[Any, tuple[type[Exception], ...]]:
     class Environment(ImmutableSandboxedEnvironment):
         intercepted_binops = frozenset({"*", "**", "%"})
         marks_found = False
+
+        def undeclared(self, source: str) -> set[str]:
+            """The names that a template uses and does not set."""
+            return meta.find_undeclared_variables(self.parse(source))
 
         def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
             """Numbers only, and small ones: a few characters can ask for all memory."""
@@ -198,6 +241,7 @@ def _environment() -> tuple[Any, tuple[type[Exception], ...]]:
 
     environment.filters["tojson"] = to_json
     environment.globals["raise_exception"] = fail
+    del environment.globals["lipsum"]
     # No strftime_now: templates have a date of their own then, and a build always the same bytes.
     # A template is a program: what it does wrong are errors of Python too.
     plain = (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError)
