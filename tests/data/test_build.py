@@ -383,6 +383,40 @@ def test_at_least_one_document_is_for_validation(tmp_path: Path) -> None:
     assert documents(tmp_path / "single", "train") == [b"all in one\0"]
 
 
+def test_documents_of_low_hashes_alone_are_for_training(tmp_path: Path) -> None:
+    """One document in 20 would be for validation by its hash, which leaves none to train on."""
+    texts = [text for text in map(str, range(400)) if hash_of(text) < 0.05]
+    assert len(texts) > 5
+    for count in (1, 2, 5):
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts[:count])
+        (tmp_path / "in.jsonl").write_text(lines)
+        index = build([tmp_path / "in.jsonl"], tmp_path / str(count), on_note=lambda text: None)
+        documents = {shard.split: len(shard.document_ends) for shard in index.shards}
+        assert documents == {"train": 1, **({"validation": count - 1} if count > 1 else {})}
+
+
+def hash_of(text: str) -> float:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") / 2**64
+
+
+def test_a_file_without_records_is_not_taken_for_text_where_records_are_meant(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "in.json").write_text(json.dumps([{"text": "a"}, {"text": "b"}], indent=1))
+    with pytest.raises(UserError, match=r"in\.json is a JSON array: expected JSON Lines"):
+        build([tmp_path / "in.json"], tmp_path / "out")
+    (tmp_path / "in.txt").write_text("text")
+    for fields in (Fields(prompt="q", answer="a"), Fields(loss="on")):
+        with pytest.raises(UserError, match=r"in\.txt has no records, but --prompt"):
+            build([tmp_path / "in.txt"], tmp_path / "out", fields=fields)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "in.txt").write_bytes(b"\xef\xbb\xbfabc")
+    index = build([tmp_path / "in.txt"], tmp_path / "out", validation=0)
+    assert (tmp_path / "out" / index.shards[0].file).read_bytes() == b"abc\0"
+
+
 def test_a_dataset_with_only_a_train_split_gets_a_validation_split(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     plain = datasets.Dataset.from_dict({"text": ["a", "b", "c"]})

@@ -136,6 +136,19 @@ def test_damaged_files_are_named(tmp_path: Path, name: str, content: bytes, word
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+def test_text_that_is_not_utf8_and_two_columns_of_one_name_are_refused(tmp_path: Path) -> None:
+    buffers = [None, *map(pyarrow.py_buffer, (bytes([0, 0, 0, 0, 2, 0, 0, 0]), b"\xff\xfe"))]
+    wrong = pyarrow.Array.from_buffers(pyarrow.string(), 1, buffers)
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"]), pyarrow.array(["b"])], ["text"] * 2)
+    for table, words in (
+        (pyarrow.table({"text": wrong}), "not UTF-8"),
+        (twice, "two columns 'text'"),
+    ):
+        parquet.write_table(table, tmp_path / "in.parquet")
+        with pytest.raises(UserError, match=rf"in\.parquet .*{words}"):
+            build([tmp_path / "in.parquet"], tmp_path / "out")
+
+
 def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.parquet", b"")
     with pytest.raises(UserError, match=r"record 1 has no text in the field 'body', got fields id"):

@@ -84,6 +84,10 @@ def build(
                 # Few documents: take the one with the lowest hash, and with it its duplicates.
                 building.begin_again(building.lowest + 1)
                 building.write(reader, workers, on_document)
+            elif not building.has("train") and building.highest >= 0:
+                # All hashes are low: those of the highest are for training.
+                building.begin_again(building.highest)
+                building.write(reader, workers, on_document)
             if not building.has("train"):
                 raise UserError(f"found no text for the train split in {names}")
             if not building.writers["train"].targets:

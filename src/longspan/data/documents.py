@@ -54,6 +54,11 @@ class Fields:
             raise UserError("--chat takes the place of --field, --loss, --prompt and --answer")
 
     @property
+    def has_mask(self) -> bool:
+        """Whether the fields say which tokens have a loss."""
+        return any(x is not None for x in (self.chat, self.answer, self.loss))
+
+    @property
     def names(self) -> tuple[str, ...]:
         """The fields that every record has."""
         if self.chat is not None:

@@ -84,6 +84,8 @@ def read_columnar(path: Path, within: Path | None, columns: Sequence[str]) -> Ba
             if getattr(error, "errno", None) is not None:
                 raise  # of the file, not of what is in it
             raise UserError(f"{path} is not a readable {path.suffix[1:]} file: {error}") from error
+        except UnicodeDecodeError as error:  # which Arrow does not look for
+            raise UserError(f"{path} has text that is not UTF-8: {error}") from error
 
 
 def _read_parquet(pyarrow: Any, file: BinaryIO, columns: Sequence[str]) -> Batches:
@@ -91,7 +93,7 @@ def _read_parquet(pyarrow: Any, file: BinaryIO, columns: Sequence[str]) -> Batch
 
     # A page at a time, not a row group: those may have gigabytes.
     opened = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
-    names = [name for name in opened.schema_arrow.names if name in columns]
+    names = _columns_of(opened.schema_arrow.names, columns)
     total, done = opened.metadata.num_rows, 0
     for batch in opened.iter_batches(BATCH_RECORDS, columns=names, use_threads=False):
         done += batch.num_rows
@@ -109,11 +111,19 @@ def _read_arrow(pyarrow: Any, file: BinaryIO, columns: Sequence[str]) -> Batches
     else:
         opened = pyarrow.ipc.open_stream(file)
         batches = iter(opened)
-    names = [name for name in opened.schema.names if name in columns]
+    names = _columns_of(opened.schema.names, columns)
     for batch in batches:
         for start in range(0, batch.num_rows, BATCH_RECORDS):
             part = batch.slice(start, BATCH_RECORDS).select(names)
             yield _as_records(part, opened.schema.names), file.tell() / size
+
+
+def _columns_of(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
+    """Those of the wanted columns that a file has; OSError for two of one name."""
+    found = [name for name in names if name in wanted]
+    if twice := next((name for name in found if found.count(name) > 1), None):
+        raise OSError(f"it has two columns {twice!r}")
+    return found
 
 
 def _as_records(batch: Any, names: Sequence[str]) -> list[dict[str, Any]]:
@@ -145,6 +155,14 @@ def _files_of_split(folder: Path) -> list[Path]:
 
 def _is_plain_name(name: object) -> bool:
     return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & {"/", "\0"}
+
+
+def is_json_array(path: Path, within: Path | None) -> bool:
+    """Whether a .json file begins as an array."""
+    if inner_suffix(path) != ".json":
+        return False
+    with open_stream(path, within) as (file, _):
+        return file.read(1 << 10).lstrip().startswith(b"[")
 
 
 def json_lines_in(path: Path, within: Path | None, main_field: str, limit: int) -> bool:

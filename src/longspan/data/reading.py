@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import shlex
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from longspan.data.open_input import (
     COLUMNAR,
     COMPRESSED,
     dataset_files,
+    is_json_array,
     json_lines_in,
     open_stream,
     read_columnar,
@@ -194,8 +196,22 @@ class Reader:
         elif json_lines_in(file.path, file.within, self._fields.names[0], MAX_LINE_BYTES):
             yield from self._from_json_lines(file, before)
         else:
+            self._check_is_text(file)
             self._read = before + file.bytes
             yield lambda: _from_text(file)
+
+    def _check_is_text(self, file: InputFile) -> None:
+        """Refuse a file without records where records are meant: it would have a loss on all."""
+        if file.within is None and is_json_array(file.path, None):
+            raise UserError(
+                f"{file.path} is a JSON array: expected JSON Lines, one object per line, as "
+                f"jq -c '.[]' {shlex.quote(str(file.path))} writes them"
+            )
+        if self._fields.has_mask:
+            raise UserError(
+                f"{file.path} has no records, but --prompt, --loss and --chat name their fields: "
+                "leave it out, with --exclude if it is in a folder"
+            )
 
     def _from_json_lines(self, file: InputFile, before: int) -> Iterator[Callable[[], Document]]:
         with open_stream(file.path, file.within) as (lines, read):
@@ -238,7 +254,7 @@ def _from_text(file: InputFile) -> Document:
         try:
             with (
                 open_stream(file.path, file.within) as (raw, _),
-                io.TextIOWrapper(raw, encoding="utf-8") as text,
+                io.TextIOWrapper(raw, encoding="utf-8-sig") as text,
             ):
                 yield from cut(text.read)
         except UnicodeDecodeError as error:
