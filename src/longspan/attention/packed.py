@@ -73,6 +73,14 @@ class Packed(Pattern):
             rows.append(begin + inner)
         return torch.cat(rows)
 
+    def remote_key_rows(
+        self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool
+    ) -> Tensor:
+        if not is_causal:
+            return super().remote_key_rows(start, stop, tokens, head, is_causal=False)
+        begin, first, last = next(self.documents(start, stop))  # others begin inside
+        return begin + self.inner.remote_key_rows(first, last, last, head, is_causal=True)
+
     def retained(self, position: int) -> tuple[int, int]:
         begin = self._begin(position)
         sink, start = self.inner.retained(position - begin)

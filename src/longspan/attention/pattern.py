@@ -119,6 +119,11 @@ class Dense(Pattern):
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
         return torch.arange(stop if is_causal else tokens)
 
+    def remote_key_rows(
+        self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool
+    ) -> Tensor:
+        return union(outside([range(stop if is_causal else tokens)], start, stop))
+
     def retained(self, position: int) -> tuple[int, int]:
         return 0, 0
 
@@ -215,6 +220,23 @@ class BlockSparse(Pattern):
         blocks = keys[seen.any(0)]
         rows = (blocks[:, None] * b + torch.arange(b)).flatten()
         return rows[rows < (stop if is_causal else tokens)]
+
+    def remote_key_rows(
+        self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool
+    ) -> Tensor:
+        if not is_causal:
+            return super().remote_key_rows(start, stop, tokens, head, is_causal=False)
+        # Some query blocks at a time, and only keys that none of those before has seen: there may
+        # be a million blocks of either.
+        b, (sink, first) = self.block_size, self.retained(start)
+        keys, found = torch.arange(-(-start // b)), [torch.zeros(0, dtype=torch.int64)]
+        keys = keys[(keys < sink // b) | (keys >= first // b)]
+        for queries in torch.arange(start // b, -(-stop // b)).split(256):
+            seen = self.blocks(queries, keys).any(0)
+            found.append(keys[seen])
+            keys = keys[~seen]
+        rows = (torch.cat(found).sort().values[:, None] * b + torch.arange(b)).flatten()
+        return rows[rows < start]
 
     def retained(self, position: int) -> tuple[int, int]:
         b, here = self.block_size, position // self.block_size
@@ -337,11 +359,8 @@ class Dilated(Pattern):
     ) -> Tensor:
         if self.blocks is not None:
             return super().remote_key_rows(start, stop, tokens, head, is_causal=is_causal)
-        outside = []  # without listing the rows inside, of which there may be a million
-        for rows in self._branch_rows(start, stop, tokens, head, is_causal):
-            outside.append(range(rows.start, min(start, rows.stop), rows.step))
-            outside.append(range(_at_or_after(stop, rows.start, rows.step), rows.stop, rows.step))
-        return union(outside)
+        rows = self._branch_rows(start, stop, tokens, head, is_causal)
+        return union(outside(rows, start, stop))
 
     def retained(self, position: int) -> tuple[int, int]:
         return 0, min(position // w * w for w in self.segment_lengths)
@@ -398,6 +417,14 @@ def union(ranges: Iterable[range]) -> Tensor:
     """The sorted members of all ranges: int64."""
     rows = [torch.arange(r.start, r.stop, r.step) for r in ranges if r]
     return torch.unique(torch.cat(rows)) if rows else torch.zeros(0, dtype=torch.int64)
+
+
+def outside(ranges: Iterable[range], start: int, stop: int) -> Iterator[range]:
+    """What of ranges is outside [start, stop), where there may be millions of members."""
+    for rows in ranges:
+        yield range(rows.start, min(start, rows.stop), rows.step)
+        first = max(rows.start, _at_or_after(stop, rows.start, rows.step))
+        yield range(first, rows.stop, rows.step)
 
 
 def _at_or_after(start: int, head: int, r: int) -> int:

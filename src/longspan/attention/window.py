@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from longspan.attention.pattern import Pattern, as_integer, union
+from longspan.attention.pattern import Pattern, as_integer, outside, union
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,20 @@ class Window(Pattern):
         return torch.ones(len(queries), dtype=torch.bool)
 
     def key_rows(self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool) -> Tensor:
-        rows = [range(min(self.sinks, stop if is_causal else tokens))]
+        return union(self._rows(start, stop, tokens, is_causal))
+
+    def remote_key_rows(
+        self, start: int, stop: int, tokens: int, head: int, *, is_causal: bool
+    ) -> Tensor:
+        return union(outside(self._rows(start, stop, tokens, is_causal), start, stop))
+
+    def _rows(self, start: int, stop: int, tokens: int, is_causal: bool) -> Iterator[range]:
+        """The rows that queries in [start, stop) see: the sinks, and those of each residue."""
+        yield range(min(self.sinks, stop if is_causal else tokens))
         for first in range(start, min(stop, start + self.dilation)):  # one query of each residue
             last = first + (stop - 1 - first) // self.dilation * self.dilation
             end = last + 1 if is_causal else min(last + self.span + 1, tokens)
-            rows.append(range(self._oldest(first), end, self.dilation))
-        return union(rows)
+            yield range(self._oldest(first), end, self.dilation)
 
     def retained(self, position: int) -> tuple[int, int]:
         start = position - self.span

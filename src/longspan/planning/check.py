@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from longspan.attention import Heads, Mask, choose_shards
 from longspan.attention.context_parallel.kv_exchange import KVExchange, plan_exchange
 from longspan.attention.context_parallel.sharded import strategy_of
-from longspan.attention.context_parallel.sparse_kv import receive_rows
 from longspan.config import Run
 from longspan.costs import block_shapes, trains
 from longspan.data import Batch
@@ -238,7 +237,7 @@ def _only_exchange(model: Decoder, run: Run, mesh: ParallelMesh) -> None:
         sink_logits: Tensor | None = None,
         **__: Any,
     ) -> Tensor:
-        k_rows, v_rows = receive_rows(k, v, exchange, group.group_name)
+        k_rows, v_rows = exchange.receive(k, v, group.group_name)
         out = q + k_rows.sum() + v_rows.sum()
         return out if sink_logits is None else out + sink_logits.sum()
 

@@ -9,15 +9,17 @@ whose segments lie inside the shards sends nothing.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.pattern import Dense, Pattern
 from longspan.caching import cached_up_to
 from longspan.dtypes import accumulation_dtype
-from longspan.torch_internals import all_to_all_async
+from longspan.torch_internals import all_to_all_async, wait
 
 CACHED_BYTES = 256 << 20
 """Of the positions, of the exchanges, and of the splits that are kept."""
@@ -83,7 +85,12 @@ class KVExchange:
     send_counts: tuple[int, ...]
     receive_counts: tuple[int, ...]
     received: tuple[Tensor, ...]  # per key head: its rows among the received ones, by position
+    places: tuple[Tensor, ...]  # the same on the CPU
     positions: tuple[Tensor, ...]  # per key head: the positions of those rows
+
+    @property
+    def plan(self) -> KVExchange:
+        return self
 
     def send_async(self, k: Tensor, v: Tensor, group: str) -> Tensor:
         """Start the exchange of k, v (batch, local tokens, key heads, head_dim).
@@ -94,9 +101,23 @@ class KVExchange:
         rows = rows.permute(2, 0, 1, 3)
         return all_to_all_async(rows, self.send_counts, self.receive_counts, group)
 
-    def return_async(self, grad_rows: Tensor, group: str) -> Tensor:
-        """Start to return the gradients of received rows to the ranks that sent them."""
-        return all_to_all_async(grad_rows, self.receive_counts, self.send_counts, group)
+    def return_async(self, grad_rows: Tensor, dtype: torch.dtype, group: str) -> Tensor:
+        """Start to return the gradients of received rows, as `dtype`, to the ranks that sent them.
+
+        grad_rows: (rows, 2, batch, head_dim).
+        """
+        rows = grad_rows.to(dtype)
+        return all_to_all_async(rows, self.receive_counts, self.send_counts, group)
+
+    def receive(self, k: Tensor, v: Tensor, group: str) -> tuple[Tensor, Tensor]:
+        """The remote rows (rows, batch, head_dim) of k, v (batch, local tokens, key heads, ...).
+
+        The backward pass returns their gradients.
+        """
+        rows: tuple[Tensor, Tensor] = _Receive.apply(  # type: ignore[no-untyped-call]
+            k, v, self, group
+        )
+        return rows
 
     def add_returned(self, grad: Tensor, returned: Tensor) -> Tensor:
         """Add returned gradients (rows, batch, head_dim) to the local gradient `grad`.
@@ -110,6 +131,58 @@ class KVExchange:
         flat = grad.flatten(1, 2)
         rows = flat[:, self.unique_rows].to(dtype) + sums.transpose(0, 1)
         return flat.index_copy(1, self.unique_rows, rows.to(grad.dtype)).view(grad.shape)
+
+
+class RowPlan(Protocol):
+    """Which rows are received; one object for all layers with the same pattern."""
+
+    @property
+    def received(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def places(self) -> tuple[Tensor, ...]: ...
+
+    @property
+    def positions(self) -> tuple[Tensor, ...]: ...
+
+
+class RemoteRows(Protocol):
+    """Where the rows come from that queries see and do not have at hand.
+
+    From other ranks (`KVExchange`), or from earlier chunks of a sequence (`chunks.EarlierRows`).
+    """
+
+    @property
+    def plan(self) -> RowPlan: ...
+
+    def send_async(self, k: Tensor, v: Tensor, group: str, /) -> Tensor: ...
+
+    def return_async(self, grad_rows: Tensor, dtype: torch.dtype, group: str, /) -> Tensor: ...
+
+    def add_returned(self, grad: Tensor, returned: Tensor, /) -> Tensor: ...
+
+    def receive(self, k: Tensor, v: Tensor, group: str, /) -> tuple[Tensor, Tensor]: ...
+
+
+class _Receive(torch.autograd.Function):
+    """k, v (batch, local tokens, key heads, head_dim) to received rows (rows, batch, head_dim)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, exchange: KVExchange, group: str
+    ) -> tuple[Tensor, Tensor]:
+        ctx.exchange, ctx.group, ctx.shape = exchange, group, k.shape
+        received = wait(exchange.send_async(k, v, group))
+        return received[:, 0], received[:, 1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+        rows = torch.stack([grad_k, grad_v], dim=1)
+        returned = wait(ctx.exchange.return_async(rows, rows.dtype, ctx.group))
+        zeros = rows.new_zeros(ctx.shape)
+        k, v = (ctx.exchange.add_returned(zeros, returned[:, i]) for i in (0, 1))
+        return k, v, None, None
 
 
 @cached_up_to(CACHED_BYTES)
@@ -145,12 +218,14 @@ def plan_exchange(
             places[key_head].append(torch.arange(count, count + len(rows)))
             count += len(rows)
     unique_rows, unique_index = torch.unique(send_index, return_inverse=True)
+    by_head = tuple(map(torch.cat, places))
     return KVExchange(
         send_index.to(device),
         unique_rows.to(device),
         unique_index.to(device),
         tuple(sum(map(len, sent)) for sent, _ in peers),
         tuple(sum(map(len, received)) for _, received in peers),
-        tuple(torch.cat(indices).to(device) for indices in places),
+        tuple(indices.to(device) for indices in by_head),
+        by_head,
         remote_rows(pattern, shards, rank, heads, is_causal),
     )

@@ -14,6 +14,7 @@ the reference backend, also on both together.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch.autograd.function import once_differentiable
 
 from longspan.attention.context_parallel.kv_exchange import (
     CACHED_BYTES,
-    KVExchange,
+    RemoteRows,
+    RowPlan,
     plan_exchange,
 )
 from longspan.attention.context_parallel.shards import Heads, Shards
@@ -52,24 +54,35 @@ def sparse_kv_attention(
     group: str, has_kernels: bool,
 ) -> Tensor:  # fmt: skip
     """q (batch, local tokens, heads, head_dim); k, v the same with a divisor of q's heads."""
-    pattern, heads, local = mask.pattern, Heads(q.shape[2], k.shape[2]), shards.local_range(rank)
-    exchange = plan_exchange(pattern, shards, rank, heads, mask.is_causal, q.device)
-    # Ranks may differ here: both paths send and receive the same rows.
+    heads, local = Heads(q.shape[2], k.shape[2]), shards.local_range(rank)
+    exchange = plan_exchange(mask.pattern, shards, rank, heads, mask.is_causal, q.device)
+    # Ranks may differ in what follows: all paths send and receive the same rows.
+    return attend_over_rows(
+        q, k, v, mask, scale, exchange, local, shards.tokens, has_kernels, group
+    )
+
+
+def attend_over_rows(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, exchange: RemoteRows, local: range,
+    tokens: int, has_kernels: bool, group: str = "",
+) -> Tensor:  # fmt: skip
+    """q at the positions `local` of `tokens`, over its own keys and those that `exchange` has."""
+    pattern, heads = mask.pattern, Heads(q.shape[2], k.shape[2])
     if has_kernels and mask.is_causal and isinstance(pattern, Dilated) and pattern.blocks is None:
-        split = split_dilated(pattern, local, heads, exchange, q.device)
+        split = split_dilated(pattern, local, heads, exchange.plan, q.device)
         if split is not None:
             out: Tensor = _SplitAttention.apply(  # type: ignore[no-untyped-call]
                 q, k, v, mask.sink_logits, split, exchange, scale, group
             )
             return out
-    k_rows, v_rows = receive_rows(k, v, exchange, group)
+    k_rows, v_rows = exchange.receive(k, v, group)
     inner = pattern.inner if isinstance(pattern, Packed) else pattern
     if has_kernels and mask.is_causal and isinstance(inner, Window) and q.device.type == "cuda":
-        spans = shard_spans(pattern, exchange.positions[0], local)
+        spans = shard_spans(pattern, exchange.plan.positions[0], local)
         if spans is not None and triton_problem(q, k, Mask(inner)) is None:
             rows, sinks = (k_rows, v_rows), mask.sink_logits
-            return _attend_window(q, k, v, rows, sinks, inner, scale, exchange, spans)
-    return _attend_reference(q, k, v, k_rows, v_rows, mask, scale, exchange, local, shards.tokens)
+            return _attend_window(q, k, v, rows, sinks, inner, scale, exchange.plan, spans)
+    return _attend_reference(q, k, v, k_rows, v_rows, mask, scale, exchange.plan, local, tokens)
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,29 +118,32 @@ class DilatedSplit:
 @cached_up_to(CACHED_BYTES)
 @torch.inference_mode(False)
 def split_dilated(
-    pattern: Dilated, local: range, heads: Heads, exchange: KVExchange, device: torch.device
+    pattern: Dilated, local: range, heads: Heads, plan: RowPlan, device: torch.device
 ) -> DilatedSplit | None:
-    """None if a segment from an earlier shard ends inside this one, or residues are not aligned."""
+    """None if a segment from an earlier shard ends inside this one."""
     lengths, pairs = [], []
+    # The residues of local positions: a shard need not begin at a multiple of every rate.
+    first_head = (pattern.first_head - local.start) % math.lcm(*pattern.dilation_rates)
     for w, r in pattern.branches:
         start = local.start // w * w
         if start == local.start:
             lengths.append(w)
             continue
-        if local.stop > start + w or local.start % r:
+        if local.stop > start + w:
             return None
         lengths.append(-(-len(local) // r) * r)
-        residues = {head: (pattern.first_head + head) % r for head in range(heads.queries)}
+        residues = {head: (first_head + head) % r for head in range(heads.queries)}
+        seen = {
+            head: range(start + (pattern.first_head + head) % r, local.start, r)
+            for head in residues
+        }
         whole = len(local) // r  # rows of every head; the first residues have one more
         rest = [head for head, residue in residues.items() if residue < len(local) % r]
         for first, last, readers in ((0, whole, list(residues)), (whole, whole + 1, rest)):
-            if first < last and readers:
-                rows = torch.arange(first, last)
-                queries = [(residues[h] + r * rows) * heads.queries + h for h in readers]
-                keys = [
-                    _received_index(exchange, heads, h, range(start + residues[h], local.start, r))
-                    for h in readers
-                ]
+            for count in {len(seen[head]) for head in readers} - {0} if first < last else ():
+                rows, group = torch.arange(first, last), [h for h in readers if len(seen[h]) == count]
+                queries = [(residues[h] + r * rows) * heads.queries + h for h in group]
+                keys = [_received_index(plan, heads, h, seen[h]) for h in group]
                 pairs.append((torch.stack(queries, dim=1), torch.stack(keys, dim=1)))
     every = [torch.zeros(0, dtype=torch.int64), *(queries.flatten() for queries, _ in pairs)]
     unique, index = torch.unique(torch.cat(every), return_inverse=True)
@@ -136,21 +152,22 @@ def split_dilated(
         RemotePartial(i.view(queries.shape).to(device), keys.to(device))
         for i, (queries, keys) in zip(indices, pairs, strict=True)
     )
-    return DilatedSplit(replace(pattern, segment_lengths=tuple(lengths)), remote, unique.to(device))
+    in_shard = replace(pattern, segment_lengths=tuple(lengths), first_head=first_head)
+    return DilatedSplit(in_shard, remote, unique.to(device))
 
 
-def _received_index(exchange: KVExchange, heads: Heads, head: int, rows: range) -> Tensor:
+def _received_index(plan: RowPlan, heads: Heads, head: int, rows: range) -> Tensor:
     """The indices among the received rows of positions that a query head sees."""
     key_head = head * heads.keys // heads.queries
-    places = torch.searchsorted(exchange.positions[key_head], torch.tensor(rows))
-    return exchange.received[key_head].cpu()[places]
+    places = torch.searchsorted(plan.positions[key_head], torch.tensor(rows))
+    return plan.places[key_head][places]
 
 
 class _SplitAttention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, split: DilatedSplit,
-        exchange: KVExchange, scale: float, group: str,
+        exchange: RemoteRows, scale: float, group: str,
     ) -> Tensor:  # fmt: skip
         pending = exchange.send_async(k, v, group)
         out, lse = attend_branches_with_lse(q, k, v, split.local, scale)
@@ -187,10 +204,9 @@ class _SplitAttention(torch.autograd.Function):
             rows = torch.stack(partial_kv).permute(2, 3, 0, 1, 4).flatten(0, 1)
             # Several heads and branches contribute to a row.
             grad_rows.index_add_(0, remote.keys.flatten(), rows.to(grad_rows.dtype))
-        # As in `_Receive`, gradients are returned only if keys or values need them.
+        # As in `KVExchange.receive`, gradients are returned only if keys or values need them.
         needs_kv = any(ctx.needs_input_grad[1:3])
-        grad_rows = grad_rows.to(q.dtype)
-        pending = exchange.return_async(grad_rows, ctx.group) if needs_kv else grad_rows
+        pending = exchange.return_async(grad_rows, q.dtype, ctx.group) if needs_kv else grad_rows
         local_q, *local_kv = branch_gradients(grad, q, k, v, out, lse, split.local, ctx.scale)
         grad_q = split.with_rows(local_q, split.rows(local_q) + remote_grad_q)
         grad_sinks = sink_gradient(grad, out, lse, sinks)
@@ -201,45 +217,13 @@ class _SplitAttention(torch.autograd.Function):
         return grad_q, *grad_kv, grad_sinks, *[None] * 4
 
 
-def receive_rows(k: Tensor, v: Tensor, exchange: KVExchange, group: str) -> tuple[Tensor, Tensor]:
-    """The remote rows (rows, batch, head_dim) of k, v (batch, local tokens, key heads, head_dim).
-
-    The backward pass returns their gradients.
-    """
-    rows: tuple[Tensor, Tensor] = _Receive.apply(  # type: ignore[no-untyped-call]
-        k, v, exchange, group
-    )
-    return rows
-
-
-class _Receive(torch.autograd.Function):
-    """k, v (batch, local tokens, key heads, head_dim) to received rows (rows, batch, head_dim)."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, k: Tensor, v: Tensor, exchange: KVExchange, group: str
-    ) -> tuple[Tensor, Tensor]:
-        ctx.exchange, ctx.group, ctx.shape = exchange, group, k.shape
-        received = wait(exchange.send_async(k, v, group))
-        return received[:, 0], received[:, 1]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
-        rows = torch.stack([grad_k, grad_v], dim=1)
-        returned = wait(ctx.exchange.return_async(rows, ctx.group))
-        zeros = rows.new_zeros(ctx.shape)
-        k, v = (ctx.exchange.add_returned(zeros, returned[:, i]) for i in (0, 1))
-        return k, v, None, None
-
-
 def _attend_window(
     q: Tensor, k: Tensor, v: Tensor, received: tuple[Tensor, Tensor], sinks: Tensor | None,
-    pattern: Window, scale: float, exchange: KVExchange, spans: tuple[Span, ...],
+    pattern: Window, scale: float, plan: RowPlan, spans: tuple[Span, ...],
 ) -> Tensor:  # fmt: skip
     from longspan.attention.kernels.window import attend_spans
 
-    index = torch.stack(exchange.received, dim=1)  # (rows, key heads): all heads see the same rows
+    index = torch.stack(plan.received, dim=1)  # (rows, key heads): all heads see the same rows
     keys, values = (
         torch.cat([rows[index].permute(2, 0, 1, 3), x], dim=1)
         for rows, x in zip(received, (k, v), strict=True)
@@ -249,13 +233,13 @@ def _attend_window(
 
 def _attend_reference(
     q: Tensor, k: Tensor, v: Tensor, k_rows: Tensor, v_rows: Tensor, mask: Mask, scale: float,
-    exchange: KVExchange, local: range, tokens: int,
+    plan: RowPlan, local: range, tokens: int,
 ) -> Tensor:  # fmt: skip
     """One key head at a time, since each has received other rows."""
     outputs = []
     for key_head in range(k.shape[2]):
         readers = Heads(q.shape[2], k.shape[2]).query_heads(key_head)
-        index, positions = exchange.received[key_head], exchange.positions[key_head]
+        index, positions = plan.received[key_head], plan.positions[key_head]
         before = int(torch.searchsorted(positions, local.start))
         key, value = (
             torch.cat([rows[:, :before], x[:, :, key_head], rows[:, before:]], dim=1)[:, :, None]

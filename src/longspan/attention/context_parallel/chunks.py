@@ -1,0 +1,467 @@
+"""Attention of one rank that walks a sequence in chunks: "context in time".
+
+A chunk is to the walk what a shard is to sequence parallelism: its queries see its own rows of keys
+and values, and some rows of earlier chunks, which the pattern names. There they come from other
+ranks; here from memory, where earlier chunks have left them. So a walk takes
+
+1. all chunks forward, without a graph. Each layer keeps the rows that later chunks will see, and
+   nothing else is kept;
+2. all chunks backward, from the last to the first. Each is computed again, now with a graph, over
+   the rows that it needs. Its loss is backpropagated, and so are the gradients that later chunks
+   have given to its own rows; the gradients that it gives to rows of earlier chunks are added up in
+   float32 until the walk comes to them. Of a row there is a gradient only from the last chunk
+   that sees it to its own chunk: for a dilated pattern, while its segment is open.
+
+A dense pattern keeps whole chunks, which are attended one after another like the shards of a ring.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from longspan.attention.context_parallel.kv_exchange import CACHED_BYTES, remote_rows
+from longspan.attention.context_parallel.shards import Heads, Shards
+from longspan.attention.context_parallel.sparse_kv import attend_over_rows
+from longspan.attention.functional import attend, attend_checked
+from longspan.attention.mask import Mask, check_mask, check_tensors
+from longspan.attention.merge import (
+    attend_partial,
+    has_flash_kernel,
+    merge_partial,
+    merge_sinks,
+    partial_gradients,
+    sink_gradient,
+)
+from longspan.attention.packed import Packed
+from longspan.attention.pattern import Dense, Dilated, Pattern
+from longspan.caching import cached_up_to
+from longspan.dtypes import accumulation_dtype
+from longspan.torch_internals import never_compiled
+
+
+class Walk:
+    """Where a rank is in the sequence that it walks, and what each layer has kept of it.
+
+    Outside of `begin` and `end` it is nowhere, and attention is that of whole sequences.
+    """
+
+    def __init__(self, *, offload: bool = False) -> None:
+        """`offload`: keep rows in the memory of the CPU."""
+        self.offload = offload
+        self.shards: Shards | None = None
+        self.documents: tuple[int, ...] = ()
+        self.chunk, self.keeps = 0, False
+        self.layers = dict[int, _Rows]()
+
+    def begin(self, shards: Shards, documents: tuple[int, ...] = ()) -> None:
+        """Begin a sequence of chunks; `documents`: where documents start, if there are any."""
+        self.shards, self.documents = shards, documents
+
+    def enter(self, chunk: int, *, keeps: bool) -> None:
+        """Come to a chunk; `keeps`: to keep the rows of it that later ones see."""
+        self.chunk, self.keeps = chunk, keeps
+
+    def end(self) -> None:
+        self.shards = None
+        self.layers.clear()
+
+    def rows(self, layer: int, pattern: Pattern, q: Tensor, k: Tensor, scale: float) -> _Rows:
+        """What a layer has kept."""
+        assert self.shards is not None
+        if layer not in self.layers:
+            inner = pattern.inner if isinstance(pattern, Packed) else pattern
+            heads, device = Heads(q.shape[2], k.shape[2]), self._device(k)
+            has_pieces = isinstance(inner, Dense) and has_flash_kernel(q, scale)
+            self.layers[layer] = (
+                _DenseRows(self.shards, device)
+                if has_pieces
+                else _SparseRows(pattern, self.shards, heads, device)
+            )
+        return self.layers[layer]
+
+    def _device(self, like: Tensor) -> torch.device:
+        return torch.device("cpu") if self.offload else like.device
+
+
+@never_compiled
+def attend_in_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    pattern: Pattern,
+    *,
+    walk: Walk,
+    layer: int,
+    documents: Tensor | None = None,
+    sink_logits: Tensor | None = None,
+) -> Tensor:
+    """`attend`, causal, for the chunk that `walk` is at.
+
+    q: (batch, tokens of the chunk, heads, head_dim); k, v: the same with a divisor of q's heads.
+    A walk knows its documents itself; `documents` are those of a whole sequence, outside of a walk.
+    """
+    if walk.shards is None:
+        return attend(q, k, v, pattern, documents=documents, sink_logits=sink_logits)
+    assert documents is None
+    if walk.documents:
+        pattern = Packed(pattern, walk.documents)
+    scale, mask = q.shape[-1] ** -0.5, Mask(pattern, sink_logits=sink_logits)
+    shards, chunk = walk.shards, walk.chunk
+    check_tensors(q, k, v)
+    check_mask(q, mask, k.shape[1])
+    rows = walk.rows(layer, pattern, q, k, scale)
+    k, v = _Keep.apply(k, v, rows, chunk, walk.keeps)  # type: ignore[no-untyped-call]
+    local = shards.local_range(chunk)
+    if not isinstance(pattern, Packed):
+        return _attend(q, k, v, mask, scale, rows, chunk, local, 0)
+    # A document that began in an earlier chunk, and whole ones after it.
+    begin, first, last = next(pattern.documents(local.start, local.stop))
+    count, outputs = last - first if first else 0, list[Tensor]()
+    if count:
+        inputs = (x[:, :count] for x in (q, k, v))
+        of_document = replace(mask, pattern=pattern.inner)
+        found = _attend(*inputs, of_document, scale, rows, chunk, range(first, last), begin)
+        outputs.append(found)
+    if count < len(local):
+        first_start = local.start + count
+        found_documents = pattern.documents(first_start, local.stop)
+        starts = tuple(start - first_start for start, _, _ in found_documents)
+        whole = replace(mask, pattern=Packed(pattern.inner, starts))
+        outputs.append(attend_checked(*(x[:, count:] for x in (q, k, v)), whole, scale))
+    return torch.cat(outputs, dim=1)
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, scale: float, rows: _Rows, chunk: int,
+    local: range, begin: int,
+) -> Tensor:  # fmt: skip
+    """The attention of positions `local` in a document that begins at position `begin`."""
+    if _is_whole(mask.pattern, local.start):
+        return attend_checked(q, k, v, mask, scale)
+    if isinstance(rows, _DenseRows):
+        out: Tensor = _PrefixAttention.apply(  # type: ignore[no-untyped-call]
+            q, k, v, mask.sink_logits, scale, rows, rows.pieces(chunk, begin)
+        )
+        return out
+    earlier = EarlierRows(rows, rows.plan(chunk, q.device))
+    has_kernels = has_flash_kernel(q, scale)
+    return attend_over_rows(q, k, v, mask, scale, earlier, local, local.stop, has_kernels)
+
+
+def _is_whole(pattern: Pattern, start: int) -> bool:
+    """Whether queries from `start` on see no earlier key, and have the pattern of a sequence."""
+    if isinstance(pattern, Dilated):
+        return all(start % w == 0 for w in pattern.segment_lengths)
+    return start == 0
+
+
+class _Keep(torch.autograd.Function):
+    """k and v themselves. A walk keeps rows of them, and adds what later chunks say of those."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, rows: _Rows, chunk: int, keeps: bool
+    ) -> tuple[Tensor, Tensor]:
+        ctx.rows, ctx.chunk = rows, chunk
+        if keeps:
+            rows.keep(chunk, k, v)
+        return k.view_as(k), v.view_as(v)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor | None, ...]:
+        grad_k, grad_v = ctx.rows.add_to(ctx.chunk, grad_k, grad_v)
+        return grad_k, grad_v, None, None, None
+
+
+class _DenseRows:
+    """All rows of a layer, chunk by chunk: (2, batch, tokens, key heads, head_dim)."""
+
+    def __init__(self, shards: Shards, device: torch.device) -> None:
+        self._shards, self._device = shards, device
+        self._kept, self._grads = dict[int, Tensor](), dict[int, Tensor]()
+
+    def keep(self, chunk: int, k: Tensor, v: Tensor) -> None:
+        self._kept[chunk] = _moved(torch.stack([k, v]), self._device)
+
+    def pieces(self, chunk: int, begin: int) -> list[tuple[int, slice]]:
+        """Earlier chunks, and their rows from position `begin` on."""
+        found = []
+        for earlier in range(chunk):
+            held = self._shards.local_range(earlier)
+            if begin < held.stop:
+                found.append((earlier, slice(max(0, begin - held.start), len(held))))
+        return found
+
+    def read(self, piece: tuple[int, slice], device: torch.device) -> tuple[Tensor, Tensor]:
+        chunk, rows = piece
+        k, v = _moved(self._kept[chunk][:, :, rows], device)
+        return k, v
+
+    def add(self, piece: tuple[int, slice], grad_k: Tensor, grad_v: Tensor) -> None:
+        chunk, rows = piece
+        if chunk not in self._grads:
+            kept = self._kept[chunk]
+            dtype = accumulation_dtype(kept)
+            self._grads[chunk] = torch.zeros(kept.shape, dtype=dtype, device=grad_k.device)
+        k, v = self._grads[chunk][:, :, rows]
+        k += grad_k
+        v += grad_v
+
+    def add_to(self, chunk: int, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
+        self._kept.pop(chunk - 1, None)  # seen by no chunk that is still to come
+        grads = self._grads.pop(chunk, None)
+        if grads is None:
+            return grad_k, grad_v
+        k, v = grads
+        return (k + grad_k).to(grad_k.dtype), (v + grad_v).to(grad_v.dtype)
+
+
+class _PrefixAttention(torch.autograd.Function):
+    """Dense causal attention over a chunk's own keys and all of earlier chunks."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, scale: float,
+        rows: _DenseRows, pieces: list[tuple[int, slice]],
+    ) -> Tensor:  # fmt: skip
+        local, local_lse = attend_partial(q, k, v, is_causal=True, scale=scale)
+        merged, lse = local.to(accumulation_dtype(q)), local_lse.contiguous()
+        for piece in pieces:
+            partial = attend_partial(q, *rows.read(piece, q.device), is_causal=False, scale=scale)
+            merge_partial(merged, lse, *partial)
+        out, lse = merge_sinks(merged.to(q.dtype), lse, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, sinks)
+        ctx.scale, ctx.rows, ctx.pieces = scale, rows, pieces
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks = ctx.saved_tensors
+        found = partial_gradients(grad, q, k, v, out, lse, is_causal=True, scale=ctx.scale)
+        grad_q, grad_k, grad_v = found[0].to(lse.dtype), *found[1:]
+        for piece in ctx.pieces:
+            keys = ctx.rows.read(piece, q.device)
+            partial_q, *grad_kv = partial_gradients(
+                grad, q, *keys, out, lse, is_causal=False, scale=ctx.scale
+            )
+            grad_q += partial_q
+            ctx.rows.add(piece, *grad_kv)
+        grad_sinks = sink_gradient(grad, out, lse, sinks)
+        return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkPlan:
+    """Which rows of a layer a chunk keeps and reads. Rows are (position, key head) pairs.
+
+    All rows that a layer keeps have a slot, ordered by key head and position. *Open* at a chunk are
+    the earlier rows that it or later ones see: those of which there may be gradients.
+    """
+
+    keep_index: Tensor  # of the chunk's (tokens · key heads) rows
+    keep_slots: Tensor  # their slots
+    read_slots: Tensor  # of the rows that it sees, ordered by key head and position
+    received: tuple[Tensor, ...]  # per key head: its rows among those read
+    places: tuple[Tensor, ...]  # the same on the CPU
+    positions: tuple[Tensor, ...]  # per key head: their positions in the document they are in
+    num_open: int  # before this chunk
+    own: Tensor  # of the rows that are open after this chunk: those that it keeps
+    carried: Tensor  # and those of earlier chunks
+    carried_to: Tensor  # the index of these among those that are open before this chunk
+    read_to: Tensor  # and of those that it reads
+
+
+@cached_up_to(CACHED_BYTES)
+@torch.inference_mode(False)
+def open_rows(pattern: Pattern, boundary: int, tokens: int, heads: Heads) -> tuple[Tensor, ...]:
+    """Sorted positions before `boundary` that causal queries from there on see, per key head."""
+    if boundary in (0, tokens):
+        return (torch.zeros(0, dtype=torch.int64),) * heads.keys
+    return remote_rows(pattern, Shards((0, boundary, tokens)), 1, heads, True)
+
+
+@cached_up_to(CACHED_BYTES)
+@torch.inference_mode(False)
+def kept_rows(pattern: Pattern, shards: Shards, heads: Heads) -> tuple[Tensor, ...]:
+    """Sorted positions of the rows of all chunks that a later chunk sees, per key head."""
+    kept = [[torch.zeros(0, dtype=torch.int64)] for _ in range(heads.keys)]
+    for chunk in range(shards.ranks - 1):
+        start, stop = shards.boundaries[chunk : chunk + 2]
+        for rows, found in zip(kept, open_rows(pattern, stop, shards.tokens, heads), strict=True):
+            rows.append(found[torch.searchsorted(found, start) :])
+    return tuple(torch.cat(rows) for rows in kept)
+
+
+@cached_up_to(CACHED_BYTES)
+@torch.inference_mode(False)
+def plan_chunk(
+    pattern: Pattern, shards: Shards, chunk: int, heads: Heads, device: torch.device,
+    rows_device: torch.device,
+) -> ChunkPlan:  # fmt: skip
+    """The plan of one chunk, for keys on `device` and rows that are kept on `rows_device`."""
+    kept, tokens, local = kept_rows(pattern, shards, heads), shards.tokens, shards.local_range(chunk)
+    ends = [0, *torch.tensor([len(rows) for rows in kept]).cumsum(0).tolist()]
+
+    def slots(positions: tuple[Tensor, ...]) -> Tensor:
+        found = [
+            end + torch.searchsorted(rows, x)
+            for end, rows, x in zip(ends, kept, positions, strict=False)
+        ]
+        return torch.cat(found)
+
+    before = open_rows(pattern, local.start, tokens, heads)
+    after = open_rows(pattern, local.stop, tokens, heads)
+    own = tuple(x[torch.searchsorted(x, local.start) :] for x in after)
+    read = remote_rows(pattern, shards, chunk, heads, True) if chunk else before
+    keep_index = [(x - local.start) * heads.keys + head for head, x in enumerate(own)]
+    keep_slots, read_slots, slots_before = slots(own), slots(read), slots(before)
+    slots_after = slots(after)
+    is_own = torch.zeros(len(slots_after), dtype=torch.bool)
+    is_own[torch.searchsorted(slots_after, keep_slots)] = True
+    carried = (~is_own).nonzero()[:, 0]
+    carried_to = torch.searchsorted(slots_before, slots_after[carried])
+    read_to = torch.searchsorted(slots_before, read_slots)
+    begin = 0
+    if isinstance(pattern, Packed):
+        begin, _, _ = next(pattern.documents(local.start, local.stop))
+    places = torch.arange(len(read_slots)).split([len(x) for x in read])
+    return ChunkPlan(
+        _moved(torch.cat(keep_index), device),
+        _moved(keep_slots, rows_device),
+        _moved(read_slots, rows_device),
+        tuple(_moved(x, device) for x in places),
+        places,
+        tuple(x - begin for x in read),
+        len(slots_before),
+        _moved(is_own.nonzero()[:, 0], device),
+        _moved(carried, device),
+        _moved(carried_to, device),
+        _moved(read_to, device),
+    )
+
+
+class _SparseRows:
+    """Rows of a layer that later chunks see, in slots: (slots, 2, batch, head_dim)."""
+
+    def __init__(
+        self, pattern: Pattern, shards: Shards, heads: Heads, device: torch.device
+    ) -> None:
+        self._pattern, self._shards, self._heads = _without_blocks(pattern), shards, heads
+        self._device = device
+        self._kept: Tensor | None = None
+        self._grads: Tensor | None = None
+        """Of the rows that are open after the chunk that the walk is at: float32."""
+        self._given: Tensor | None = None
+        """What this chunk gives to rows that it has read."""
+
+    def plan(self, chunk: int, device: torch.device) -> ChunkPlan:
+        options = self._pattern, self._shards, chunk, self._heads
+        return plan_chunk(*options, device, self._device)
+
+    def keep(self, chunk: int, k: Tensor, v: Tensor) -> None:
+        plan = self.plan(chunk, k.device)
+        if self._kept is None:
+            count = sum(map(len, kept_rows(self._pattern, self._shards, self._heads)))
+            shape = (count, 2, k.shape[0], k.shape[3])
+            is_pinned = k.device != self._device
+            options: dict[str, Any] = {"dtype": k.dtype, "device": self._device}
+            self._kept = torch.empty(shape, pin_memory=is_pinned, **options)
+        rows = torch.stack([x.flatten(1, 2)[:, plan.keep_index] for x in (k, v)])
+        self._kept[plan.keep_slots] = rows.permute(2, 0, 1, 3).to(self._device)
+
+    def read(self, plan: ChunkPlan, like: Tensor) -> Tensor:
+        """The rows (rows, 2, batch, head_dim) that a chunk sees."""
+        if self._kept is None:  # no chunk keeps any
+            return like.new_empty((0, 2, like.shape[0], like.shape[3]))
+        return _moved(self._kept[plan.read_slots], like.device)
+
+    def give(self, grad_rows: Tensor) -> None:
+        """Take the gradients of the rows that the chunk has read."""
+        self._given = grad_rows
+
+    def add_to(self, chunk: int, grad_k: Tensor, grad_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Add to a chunk's gradients those of its rows, and leave it for the chunk before."""
+        plan, dtype = self.plan(chunk, grad_k.device), accumulation_dtype(grad_k)
+        after, given = self._grads, self._given
+        shape = (plan.num_open, 2, grad_k.shape[0], grad_k.shape[3])
+        self._grads, self._given = grad_k.new_zeros(shape, dtype=dtype), None
+        if after is not None:
+            own = after[plan.own]
+            grad_k, grad_v = (
+                _add_rows(x, plan.keep_index, own[:, i]) for i, x in enumerate((grad_k, grad_v))
+            )
+            self._grads[plan.carried_to] = after[plan.carried]
+        if given is not None:
+            self._grads[plan.read_to] += given
+        return grad_k, grad_v
+
+
+_Rows = _DenseRows | _SparseRows
+
+
+@dataclass(frozen=True)
+class EarlierRows:
+    """The `RemoteRows` of a chunk: those that earlier ones have kept."""
+
+    rows: _SparseRows
+    plan: ChunkPlan
+
+    def send_async(self, k: Tensor, _v: Tensor, _group: str) -> Tensor:
+        return self.rows.read(self.plan, k)
+
+    def return_async(self, grad_rows: Tensor, _dtype: torch.dtype, _group: str) -> Tensor:
+        self.rows.give(grad_rows)
+        return grad_rows
+
+    def add_returned(self, grad: Tensor, _returned: Tensor) -> Tensor:
+        return grad  # `_Keep` adds them
+
+    def receive(self, k: Tensor, v: Tensor, _group: str) -> tuple[Tensor, Tensor]:
+        rows: tuple[Tensor, Tensor] = _Read.apply(k, v, self)  # type: ignore[no-untyped-call]
+        return rows
+
+
+class _Read(torch.autograd.Function):
+    """The rows (rows, batch, head_dim) of earlier keys and values; k, v are those of the chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, _v: Tensor, earlier: EarlierRows) -> tuple[Tensor, Tensor]:
+        ctx.rows = earlier.rows
+        received = earlier.rows.read(earlier.plan, k)
+        return received[:, 0], received[:, 1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_k: Tensor, grad_v: Tensor) -> tuple[None, None, None]:
+        ctx.rows.give(torch.stack([grad_k, grad_v], dim=1))
+        return None, None, None
+
+
+def _add_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
+    """Add rows (rows, batch, head_dim) to those `index` of x (batch, tokens, heads, head_dim)."""
+    flat = x.flatten(1, 2)
+    sums = flat[:, index].to(rows.dtype) + rows.transpose(0, 1)
+    return flat.index_copy(1, index, sums.to(x.dtype)).view(x.shape)
+
+
+def _without_blocks(pattern: Pattern) -> Pattern:
+    """A pattern whose rows are easily listed, and among them all that `pattern` sees."""
+    if isinstance(pattern, Packed):
+        return replace(pattern, inner=_without_blocks(pattern.inner))
+    return replace(pattern, blocks=None) if isinstance(pattern, Dilated) else pattern
+
+
+def _moved(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on a device; copies between a GPU and the CPU do not wait for each other."""
+    if x.device == device:
+        return x
+    if x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)
