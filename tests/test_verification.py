@@ -25,16 +25,17 @@ SMALL = [
 
 def test_a_correct_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
     wsd = ["layout.offload=true", "train.schedule=wsd", "train.steps=90", "train.decay_steps=50"]
+    wsd += ["train.chunk_tokens=32"]  # whole sequences in one process
     assert main(["verify", *SMALL, *wsd, "layout.shard=2", "--steps", "2", "--json"]) == 0
     output = capsys.readouterr()
     report = json.loads(output.out)
     assert report["agrees"]
     assert output.err.splitlines() == [
         "training 2 steps in one process",
-        "training 2 steps on 2 processes",
+        "training 2 steps on 2 processes, in chunks",
         "comparing losses, gradient norms and weights",
     ]
-    assert report["layout"] == "shard 2, ZeRO stage 3"
+    assert report["layout"] == "shard 2, ZeRO stage 3, chunks of 32 tokens"
     assert [found["name"] for found in report["comparisons"]] == ["loss", "grad_norm", "weights"]
     assert all(found["largest"] <= found["tolerance"] for found in report["comparisons"])
 

@@ -160,6 +160,11 @@ def _check_layout(run: Run) -> None:
             f"{run.engine.name!r}: leave layout out and pass the model to that engine, or use "
             "`longspan train`"
         )
+    if run.train.chunk_tokens:
+        raise UserError(
+            f"create_model(layout=…) does not support train.chunk_tokens = "
+            f"{run.train.chunk_tokens}: set 0, or use `longspan train`"
+        )
     if run.train.offload_activations:
         raise UserError(
             "create_model(layout=…) does not support train.offload_activations = true: set false "

@@ -1,7 +1,7 @@
 """`longspan verify`: train the same steps in one process and in a parallel layout, and compare.
 
-A layout does not change what a step computes, so losses, gradient norms and weights must agree up
-to the rounding of sums in another order.
+Neither a layout nor chunks change what a step computes, so losses, gradient norms and weights must
+agree up to the rounding of sums in another order.
 """
 
 from __future__ import annotations
@@ -30,6 +30,9 @@ TOLERANCES = {
     "compressed": (1e-4, 5e-3, 5e-3, "gradients reduced in 16 bits, which one process does not"),
 }
 """Relative tolerances of losses, gradient norms and weights, and the reason."""
+
+WHOLE = ["train.chunk_tokens=0", "train.offload_chunk_rows=false"]
+"""The run that others are compared with takes sequences whole."""
 
 
 @dataclass(frozen=True)
@@ -91,10 +94,11 @@ def verify(
         raise UserError(f"--steps must be at least 1, got {steps}")
     given = load_run(file, overrides, builtin=builtin, world=None)
     world = nproc if nproc is not None else given.layout.min_world_size
-    if world < 2:
+    if world < 2 and not (world == 1 and given.train.chunk_tokens):
         raise UserError(
             f"verify compares a layout of at least 2 processes with one, got {world}: set an axis, "
-            "for example layout.shard=2, or --nproc"
+            "for example layout.shard=2, or --nproc; one process is compared with itself only for "
+            "its train.chunk_tokens"
         )
     settings = [
         f"train.steps={steps}",
@@ -116,10 +120,14 @@ def verify(
         reference, parallel = Path(folder) / "reference", Path(folder) / "parallel"
         saved = Path(folder) / RUN_FILE  # one process must not choose another batch
         saved.write_text(dump_run(run), encoding="utf-8")
-        for run_dir, nproc, extra in ((reference, 1, ONE_PROCESS), (parallel, world, [])):
+        for run_dir, nproc, extra in (
+            (reference, 1, [*ONE_PROCESS, *WHOLE]),
+            (parallel, world, []),
+        ):
             items = [str(saved), *extra, "--run-dir", str(run_dir)]
             command = [sys.executable, "-m", "longspan", "train", *items]
             where = f"on {nproc} processes" if nproc > 1 else "in one process"
+            where += ", in chunks" if run.train.chunk_tokens and not extra else ""
             progress.phase(f"training {counted(steps, 'step')} {where}")
             code = run_processes(
                 command,
@@ -163,6 +171,9 @@ def _compare(run: Run, world: int, steps: int, parallel: Path, reference: Path) 
     layout = " × ".join(f"{axis} {n}" for axis, n in ranks.items() if n > 1)
     if ranks["shard"] > 1:
         layout += f", ZeRO stage {run.layout.zero}"
+    if run.train.chunk_tokens:
+        chunks = f"chunks of {run.train.chunk_tokens:,} tokens"
+        layout = f"{layout}, {chunks}" if layout else chunks
     if run.engine.name != "native":
         layout += f", engine {run.engine.name}"
     return Report(layout, steps, precision, reason, comparisons)

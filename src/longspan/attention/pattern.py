@@ -231,7 +231,7 @@ class BlockSparse(Pattern):
         b, (sink, first) = self.block_size, self.retained(start)
         keys, found = torch.arange(-(-start // b)), [torch.zeros(0, dtype=torch.int64)]
         keys = keys[(keys < sink // b) | (keys >= first // b)]
-        for queries in torch.arange(start // b, -(-stop // b)).split(256):
+        for queries in torch.split(torch.arange(start // b, -(-stop // b)), 256):
             seen = self.blocks(queries, keys).any(0)
             found.append(keys[seen])
             keys = keys[~seen]

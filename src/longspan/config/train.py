@@ -98,6 +98,11 @@ class Train(Section):
     saves only matrix products and attention, "full" saves only the block's input."""
     offload_activations: bool = False
     """Offloads saved activations to CPU between the forward and backward passes."""
+    chunk_tokens: NonNegative = 0
+    """Tokens of a chunk, in which each sequence is walked ("context in time"): its memory is that
+    of one chunk, and of the keys and values that later chunks see. 0 takes sequences whole."""
+    offload_chunk_rows: bool = False
+    """Offloads those keys and values to CPU."""
     seed: NonNegative = 0
     """Seed for weight initialisation and sample order."""
     eval_every: NonNegative = 0

@@ -11,6 +11,7 @@ from longspan.data import Batch
 from longspan.models import Decoder, parameter_shapes, stored_shapes
 from longspan.models.decoder import allocate, initial_weight, initialize
 from longspan.parallel.apply import apply_to_blocks, materialize, parallelize
+from longspan.parallel.chunks import ChunkedDecoder
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
 from longspan.parallel.sequence import local_tokens
@@ -21,6 +22,8 @@ class DecoderSpec:
 
     block_classes = ("Block",)
     may_skip_parameters = False
+    chunked: ChunkedDecoder | None = None
+    """Walks sequences in chunks, if `train.chunk_tokens` says so."""
 
     def __init__(self, model: Decoder) -> None:
         self.model, self.shapes = model, parameter_shapes(model)
@@ -42,6 +45,9 @@ class DecoderSpec:
     def parallelize(
         self, mesh: ParallelMesh, layout: Layout, train: Train, forward_context: ForwardContext
     ) -> nn.Module:
+        if train.chunk_tokens:
+            offload = train.offload_chunk_rows
+            self.chunked = ChunkedDecoder(self.model, train.chunk_tokens, offload=offload)
         return parallelize(self.model, mesh, layout, train, forward_context)
 
     def materialize(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,8 +24,9 @@ from longspan.engines.optimizer import (
     optimizer_state,
     step_unless,
 )
-from longspan.engines.protocol import MakeOptimizer, ReadTensor, StepCheck
+from longspan.engines.protocol import InferenceModel, MakeOptimizer, ReadTensor, StepCheck
 from longspan.engines.spec import ModelSpec, StepBatch, add_count
+from longspan.parallel.chunks import ChunkedDecoder
 from longspan.parallel.dtensor import local_offset, to_local
 from longspan.parallel.grad_norm import clip_grad_norm
 from longspan.parallel.mesh import ParallelMesh
@@ -68,7 +70,13 @@ class NativeEngine:
         self.loss_scale = LossScale(enabled=train.precision == "fp16")
 
     @property
-    def inference_model(self) -> nn.Module:
+    def _chunked(self) -> ChunkedDecoder | None:
+        return self._spec.chunked if isinstance(self._spec, DecoderSpec) else None
+
+    @property
+    def inference_model(self) -> nn.Module | InferenceModel:
+        if self._chunked is not None:
+            return self._chunked
         is_pipeline = isinstance(self.module, PipelinedDecoder | PipelinedModule)
         return self.module if is_pipeline else self.model
 
@@ -88,6 +96,13 @@ class NativeEngine:
         total = torch.zeros((), device=self._device)
         counts: Tensor | None = None
         for index, micro_batch in enumerate(micro_batches, start=1):
+            if self._chunked is not None:
+                assert isinstance(micro_batch, Batch)
+                sync = partial(self._chunk_sync, is_last=index == len(micro_batches))
+                inputs = micro_batch.tokens, micro_batch.targets, micro_batch.documents
+                options = scale * factor, self._forward_context, sync
+                total += self._chunked.backward(self.module, inputs, *options) / factor
+                continue
             with self._gradient_sync(is_last=index == len(micro_batches)):
                 with self._forward_context():
                     loss, count = self._spec.loss(self.module, micro_batch.to(self._device))
@@ -105,6 +120,9 @@ class NativeEngine:
         accumulates = isinstance(self.module, DistributedDataParallel) and not is_last
         with self.module.no_sync() if accumulates else nullcontext():  # type: ignore[operator]
             yield
+
+    def _chunk_sync(self, is_last_chunk: bool, *, is_last: bool) -> AbstractContextManager[None]:
+        return self._gradient_sync(is_last=is_last and is_last_chunk)
 
     def _backward(self, loss: Tensor) -> None:
         loss.backward()  # type: ignore[no-untyped-call]

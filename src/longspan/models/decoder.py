@@ -146,7 +146,9 @@ class Decoder(nn.Module):
         self.has_documents, self.z_loss = has_documents, z_loss
         self.rope = RotaryEmbedding(model.head_dim, model.rope_theta_for(context), model.rope)
         self.positions: Tensor | None = None
-        """Positions (tokens,) of this rank's tokens in the sequence, if ranks split it."""
+        """Positions (tokens,), or in documents (batch, tokens), of the tokens that `forward` is
+        given, if they are not a whole sequence.
+        """
         self.embedding = nn.Embedding(model.vocab, model.hidden)
         self.blocks = nn.ModuleList(Block(model, x, i) for i, x in enumerate(patterns))
         self.norm = _norm(model, model.hidden)
@@ -179,6 +181,10 @@ class Decoder(nn.Module):
         if targets is None:
             return logits_of(hidden, self.head_weight)
         return cross_entropy_sum(hidden, self.head_weight, targets, z_loss=self.z_loss)
+
+    def run_blocks(self, tokens: Tensor) -> None:
+        """Run tokens (batch, tokens) through all blocks, for what their attention keeps of them."""
+        self.hidden(tokens)
 
     def next_logits(self, tokens: Tensor, caches: KVCaches | None = None) -> Tensor:
         """Logits (batch, vocab) of the token after the last of tokens (batch, tokens)."""

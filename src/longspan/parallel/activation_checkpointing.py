@@ -23,14 +23,13 @@ from longspan.torch_internals import ALL_TO_ALL, ATTENTION_FORWARDS, checkpoint_
 
 Context = AbstractContextManager[object]
 
-SAVED_BY_SELECTIVE = {
+PRODUCTS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
-    torch.ops.longspan.branch_attention.default,
-    *ATTENTION_FORWARDS,
 }
-"""The operators that cost most to recompute: "selective" saves their outputs."""
+ATTENTION = {torch.ops.longspan.branch_attention.default, *ATTENTION_FORWARDS}
+"""The operators that cost most to recompute: "selective" saves the outputs of both."""
 
 COMMUNICATION_OPS = {ALL_TO_ALL, torch.ops.longspan.ring_attention.default}
 """Saved under "full" as well, so that nothing is communicated twice."""
@@ -40,12 +39,15 @@ def checkpointed(
     block: nn.Module,
     mode: str,
     *,
+    saves_attention: bool = True,
     communicates: bool = False,
     is_random: bool = False,
     keeps_buffers: bool = False,
 ) -> nn.Module:
     """`block`, wrapped for activation checkpointing: mode "none", "selective" or "full".
 
+    `saves_attention`: false if its attention has many partial results, of which "selective" would
+    save each;
     `communicates`: whether its forward pass runs collectives, whose results are then saved;
     `is_random`: whether it draws random numbers, as dropout does, which must be drawn again;
     `keeps_buffers`: whether its forward pass may change buffers, as batch normalisation does, which
@@ -53,7 +55,9 @@ def checkpointed(
     """
     if mode == "none":
         return block
-    saved = SAVED_BY_SELECTIVE if mode == "selective" else set()
+    saved: set[Any] = set()
+    if mode == "selective":
+        saved = PRODUCTS | ATTENTION if saves_attention else PRODUCTS
     if communicates:
         saved = saved | COMMUNICATION_OPS
 

@@ -133,8 +133,14 @@ def apply_to_blocks(model: Decoder, train: Train, *, communicates: bool = False)
     `communicates`: whether a block's forward pass runs collectives.
     """
     names = [f"blocks.{index}" for index in range(len(model.blocks))]
-    wrap = partial(checkpointed, mode=train.activation_checkpointing, communicates=communicates)
-    wrap_modules(model, names, wrap, compiles=train.compile is True, fullgraph=not communicates)
+    wrap = partial(
+        checkpointed,
+        mode=train.activation_checkpointing,
+        saves_attention=not train.chunk_tokens,
+        communicates=communicates,
+    )
+    fullgraph = not communicates and not train.chunk_tokens
+    wrap_modules(model, names, wrap, compiles=train.compile is True, fullgraph=fullgraph)
 
 
 def wrap_modules(
@@ -175,6 +181,7 @@ def apply_fsdp(module: nn.Module, mesh: ParallelMesh, layout: Layout, precision:
     fully_shard_blocks(module, module.blocks, mesh, layout, DTYPES.get(precision))
     if isinstance(module, Decoder):
         register_fsdp_forward_method(module, "next_logits")
+        register_fsdp_forward_method(module, "run_blocks")
 
 
 def fully_shard_blocks(

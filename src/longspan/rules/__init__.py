@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 from longspan.config import Model, Section
+from longspan.rules.chunks import chunk_layout_rules, chunk_rules
 from longspan.rules.data import mix_rules
 from longspan.rules.layout import decoder_layout_rules, layout_rules, module_layout_rules
 from longspan.rules.model import (
@@ -58,6 +59,8 @@ DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     mix_rules,
     recall_rules,
     decoder_layout_rules,
+    chunk_rules,
+    chunk_layout_rules,
 )
 MODULE_RULES: tuple[Callable[..., Problems], ...] = (factory_rules, module_layout_rules)
 

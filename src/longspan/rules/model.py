@@ -233,6 +233,9 @@ def factory_rules(model: Model, train: Train) -> Problems:
     if train.optimizer == "muon":
         message = '"muon" is not supported with model.factory: give the task an optimizer of yours'
         yield Problem("train.optimizer", message)
+    if train.chunk_tokens:
+        message = "is not supported with model.factory, of whose attention we know nothing: use 0"
+        yield Problem("train.chunk_tokens", message)
     if train.z_loss:
         message = "is not supported with model.factory: add it to the task's loss"
         yield Problem("train.z_loss", message)

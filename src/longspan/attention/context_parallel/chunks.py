@@ -6,7 +6,7 @@ ranks; here from memory, where earlier chunks have left them. So a walk takes
 
 1. all chunks forward, without a graph. Each layer keeps the rows that later chunks will see, and
    nothing else is kept;
-2. all chunks backward, from the last to the first. Each is computed again, now with a graph, over
+2. all chunks backward, from the last to the first. Each is recomputed, now with a graph, over
    the rows that it needs. Its loss is backpropagated, and so are the gradients that later chunks
    have given to its own rows; the gradients that it gives to rows of earlier chunks are added up in
    float32 until the walk comes to them. Of a row there is a gradient only from the last chunk
@@ -24,7 +24,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from longspan.attention.context_parallel.kv_exchange import CACHED_BYTES, remote_rows
+from longspan.attention.context_parallel.chunk_plan import (
+    ChunkPlan,
+    kept_rows,
+    moved,
+    plan_chunk,
+    without_blocks,
+)
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.context_parallel.sparse_kv import attend_over_rows
 from longspan.attention.functional import attend, attend_checked
@@ -39,7 +45,6 @@ from longspan.attention.merge import (
 )
 from longspan.attention.packed import Packed
 from longspan.attention.pattern import Dense, Dilated, Pattern
-from longspan.caching import cached_up_to
 from longspan.dtypes import accumulation_dtype
 from longspan.torch_internals import never_compiled
 
@@ -123,16 +128,15 @@ def attend_in_chunks(
     begin, first, last = next(pattern.documents(local.start, local.stop))
     count, outputs = last - first if first else 0, list[Tensor]()
     if count:
-        inputs = (x[:, :count] for x in (q, k, v))
-        of_document = replace(mask, pattern=pattern.inner)
-        found = _attend(*inputs, of_document, scale, rows, chunk, range(first, last), begin)
-        outputs.append(found)
+        inputs = q[:, :count], k[:, :count], v[:, :count]
+        inner = replace(mask, pattern=pattern.inner)
+        outputs.append(_attend(*inputs, inner, scale, rows, chunk, range(first, last), begin))
     if count < len(local):
         first_start = local.start + count
-        found_documents = pattern.documents(first_start, local.stop)
-        starts = tuple(start - first_start for start, _, _ in found_documents)
+        found = pattern.documents(first_start, local.stop)
+        starts = tuple(start - first_start for start, _, _ in found)
         whole = replace(mask, pattern=Packed(pattern.inner, starts))
-        outputs.append(attend_checked(*(x[:, count:] for x in (q, k, v)), whole, scale))
+        outputs.append(attend_checked(q[:, count:], k[:, count:], v[:, count:], whole, scale))
     return torch.cat(outputs, dim=1)
 
 
@@ -187,7 +191,7 @@ class _DenseRows:
         self._kept, self._grads = dict[int, Tensor](), dict[int, Tensor]()
 
     def keep(self, chunk: int, k: Tensor, v: Tensor) -> None:
-        self._kept[chunk] = _moved(torch.stack([k, v]), self._device)
+        self._kept[chunk] = moved(torch.stack([k, v]), self._device)
 
     def pieces(self, chunk: int, begin: int) -> list[tuple[int, slice]]:
         """Earlier chunks, and their rows from position `begin` on."""
@@ -200,7 +204,7 @@ class _DenseRows:
 
     def read(self, piece: tuple[int, slice], device: torch.device) -> tuple[Tensor, Tensor]:
         chunk, rows = piece
-        k, v = _moved(self._kept[chunk][:, :, rows], device)
+        k, v = moved(self._kept[chunk][:, :, rows], device)
         return k, v
 
     def add(self, piece: tuple[int, slice], grad_k: Tensor, grad_v: Tensor) -> None:
@@ -231,7 +235,7 @@ class _PrefixAttention(torch.autograd.Function):
         rows: _DenseRows, pieces: list[tuple[int, slice]],
     ) -> Tensor:  # fmt: skip
         local, local_lse = attend_partial(q, k, v, is_causal=True, scale=scale)
-        merged, lse = local.to(accumulation_dtype(q)), local_lse.contiguous()
+        merged, lse = local.to(accumulation_dtype(q), copy=True), local_lse.clone()
         for piece in pieces:
             partial = attend_partial(q, *rows.read(piece, q.device), is_causal=False, scale=scale)
             merge_partial(merged, lse, *partial)
@@ -247,104 +251,15 @@ class _PrefixAttention(torch.autograd.Function):
         found = partial_gradients(grad, q, k, v, out, lse, is_causal=True, scale=ctx.scale)
         grad_q, grad_k, grad_v = found[0].to(lse.dtype), *found[1:]
         for piece in ctx.pieces:
-            keys = ctx.rows.read(piece, q.device)
+            keys, values = ctx.rows.read(piece, q.device)
             partial_q, *grad_kv = partial_gradients(
-                grad, q, *keys, out, lse, is_causal=False, scale=ctx.scale
+                grad, q, keys, values, out, lse, is_causal=False, scale=ctx.scale
             )
             grad_q += partial_q
-            ctx.rows.add(piece, *grad_kv)
+            if any(ctx.needs_input_grad[1:3]):  # else nothing is added to any key
+                ctx.rows.add(piece, *grad_kv)
         grad_sinks = sink_gradient(grad, out, lse, sinks)
         return grad_q.to(q.dtype), grad_k, grad_v, grad_sinks, None, None, None
-
-
-@dataclass(frozen=True, eq=False)
-class ChunkPlan:
-    """Which rows of a layer a chunk keeps and reads. Rows are (position, key head) pairs.
-
-    All rows that a layer keeps have a slot, ordered by key head and position. *Open* at a chunk are
-    the earlier rows that it or later ones see: those of which there may be gradients.
-    """
-
-    keep_index: Tensor  # of the chunk's (tokens · key heads) rows
-    keep_slots: Tensor  # their slots
-    read_slots: Tensor  # of the rows that it sees, ordered by key head and position
-    received: tuple[Tensor, ...]  # per key head: its rows among those read
-    places: tuple[Tensor, ...]  # the same on the CPU
-    positions: tuple[Tensor, ...]  # per key head: their positions in the document they are in
-    num_open: int  # before this chunk
-    own: Tensor  # of the rows that are open after this chunk: those that it keeps
-    carried: Tensor  # and those of earlier chunks
-    carried_to: Tensor  # the index of these among those that are open before this chunk
-    read_to: Tensor  # and of those that it reads
-
-
-@cached_up_to(CACHED_BYTES)
-@torch.inference_mode(False)
-def open_rows(pattern: Pattern, boundary: int, tokens: int, heads: Heads) -> tuple[Tensor, ...]:
-    """Sorted positions before `boundary` that causal queries from there on see, per key head."""
-    if boundary in (0, tokens):
-        return (torch.zeros(0, dtype=torch.int64),) * heads.keys
-    return remote_rows(pattern, Shards((0, boundary, tokens)), 1, heads, True)
-
-
-@cached_up_to(CACHED_BYTES)
-@torch.inference_mode(False)
-def kept_rows(pattern: Pattern, shards: Shards, heads: Heads) -> tuple[Tensor, ...]:
-    """Sorted positions of the rows of all chunks that a later chunk sees, per key head."""
-    kept = [[torch.zeros(0, dtype=torch.int64)] for _ in range(heads.keys)]
-    for chunk in range(shards.ranks - 1):
-        start, stop = shards.boundaries[chunk : chunk + 2]
-        for rows, found in zip(kept, open_rows(pattern, stop, shards.tokens, heads), strict=True):
-            rows.append(found[torch.searchsorted(found, start) :])
-    return tuple(torch.cat(rows) for rows in kept)
-
-
-@cached_up_to(CACHED_BYTES)
-@torch.inference_mode(False)
-def plan_chunk(
-    pattern: Pattern, shards: Shards, chunk: int, heads: Heads, device: torch.device,
-    rows_device: torch.device,
-) -> ChunkPlan:  # fmt: skip
-    """The plan of one chunk, for keys on `device` and rows that are kept on `rows_device`."""
-    kept, tokens, local = kept_rows(pattern, shards, heads), shards.tokens, shards.local_range(chunk)
-    ends = [0, *torch.tensor([len(rows) for rows in kept]).cumsum(0).tolist()]
-
-    def slots(positions: tuple[Tensor, ...]) -> Tensor:
-        found = [
-            end + torch.searchsorted(rows, x)
-            for end, rows, x in zip(ends, kept, positions, strict=False)
-        ]
-        return torch.cat(found)
-
-    before = open_rows(pattern, local.start, tokens, heads)
-    after = open_rows(pattern, local.stop, tokens, heads)
-    own = tuple(x[torch.searchsorted(x, local.start) :] for x in after)
-    read = remote_rows(pattern, shards, chunk, heads, True) if chunk else before
-    keep_index = [(x - local.start) * heads.keys + head for head, x in enumerate(own)]
-    keep_slots, read_slots, slots_before = slots(own), slots(read), slots(before)
-    slots_after = slots(after)
-    is_own = torch.zeros(len(slots_after), dtype=torch.bool)
-    is_own[torch.searchsorted(slots_after, keep_slots)] = True
-    carried = (~is_own).nonzero()[:, 0]
-    carried_to = torch.searchsorted(slots_before, slots_after[carried])
-    read_to = torch.searchsorted(slots_before, read_slots)
-    begin = 0
-    if isinstance(pattern, Packed):
-        begin, _, _ = next(pattern.documents(local.start, local.stop))
-    places = torch.arange(len(read_slots)).split([len(x) for x in read])
-    return ChunkPlan(
-        _moved(torch.cat(keep_index), device),
-        _moved(keep_slots, rows_device),
-        _moved(read_slots, rows_device),
-        tuple(_moved(x, device) for x in places),
-        places,
-        tuple(x - begin for x in read),
-        len(slots_before),
-        _moved(is_own.nonzero()[:, 0], device),
-        _moved(carried, device),
-        _moved(carried_to, device),
-        _moved(read_to, device),
-    )
 
 
 class _SparseRows:
@@ -353,7 +268,7 @@ class _SparseRows:
     def __init__(
         self, pattern: Pattern, shards: Shards, heads: Heads, device: torch.device
     ) -> None:
-        self._pattern, self._shards, self._heads = _without_blocks(pattern), shards, heads
+        self._pattern, self._shards, self._heads = without_blocks(pattern), shards, heads
         self._device = device
         self._kept: Tensor | None = None
         self._grads: Tensor | None = None
@@ -380,7 +295,7 @@ class _SparseRows:
         """The rows (rows, 2, batch, head_dim) that a chunk sees."""
         if self._kept is None:  # no chunk keeps any
             return like.new_empty((0, 2, like.shape[0], like.shape[3]))
-        return _moved(self._kept[plan.read_slots], like.device)
+        return moved(self._kept[plan.read_slots], like.device)
 
     def give(self, grad_rows: Tensor) -> None:
         """Take the gradients of the rows that the chunk has read."""
@@ -449,19 +364,3 @@ def _add_rows(x: Tensor, index: Tensor, rows: Tensor) -> Tensor:
     flat = x.flatten(1, 2)
     sums = flat[:, index].to(rows.dtype) + rows.transpose(0, 1)
     return flat.index_copy(1, index, sums.to(x.dtype)).view(x.shape)
-
-
-def _without_blocks(pattern: Pattern) -> Pattern:
-    """A pattern whose rows are easily listed, and among them all that `pattern` sees."""
-    if isinstance(pattern, Packed):
-        return replace(pattern, inner=_without_blocks(pattern.inner))
-    return replace(pattern, blocks=None) if isinstance(pattern, Dilated) else pattern
-
-
-def _moved(x: Tensor, device: torch.device) -> Tensor:
-    """`x` on a device; copies between a GPU and the CPU do not wait for each other."""
-    if x.device == device:
-        return x
-    if x.device.type == "cpu":
-        return x.pin_memory().to(device, non_blocking=True)
-    return x.to(device)

@@ -141,7 +141,10 @@ def split_dilated(
         rest = [head for head, residue in residues.items() if residue < len(local) % r]
         for first, last, readers in ((0, whole, list(residues)), (whole, whole + 1, rest)):
             for count in {len(seen[head]) for head in readers} - {0} if first < last else ():
-                rows, group = torch.arange(first, last), [h for h in readers if len(seen[h]) == count]
+                rows, group = (
+                    torch.arange(first, last),
+                    [h for h in readers if len(seen[h]) == count],
+                )
                 queries = [(residues[h] + r * rows) * heads.queries + h for h in group]
                 keys = [_received_index(plan, heads, h, seen[h]) for h in group]
                 pairs.append((torch.stack(queries, dim=1), torch.stack(keys, dim=1)))

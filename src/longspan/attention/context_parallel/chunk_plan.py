@@ -1,0 +1,127 @@
+"""Which rows of keys and values the chunks of a sequence keep for later ones, and which they read.
+
+The pattern says so: nothing of it is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from longspan.attention.context_parallel.kv_exchange import CACHED_BYTES, remote_rows
+from longspan.attention.context_parallel.shards import Heads, Shards
+from longspan.attention.packed import Packed
+from longspan.attention.pattern import Dilated, Pattern
+from longspan.caching import cached_up_to
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkPlan:
+    """Which rows of a layer a chunk keeps and reads. Rows are (position, key head) pairs.
+
+    All rows that a layer keeps have a slot, ordered by key head and position. *Open* at a chunk are
+    the earlier rows that it or later ones see: those of which there may be gradients.
+    """
+
+    keep_index: Tensor  # of the chunk's (tokens · key heads) rows
+    keep_slots: Tensor  # their slots
+    read_slots: Tensor  # of the rows that it sees, ordered by key head and position
+    received: tuple[Tensor, ...]  # per key head: its rows among those read
+    places: tuple[Tensor, ...]  # the same on the CPU
+    positions: tuple[Tensor, ...]  # per key head: their positions in the document they are in
+    num_open: int  # before this chunk
+    own: Tensor  # of the rows that are open after this chunk: those that it keeps
+    carried: Tensor  # and those of earlier chunks
+    carried_to: Tensor  # the index of these among those that are open before this chunk
+    read_to: Tensor  # and of those that it reads
+
+
+@cached_up_to(CACHED_BYTES)
+@torch.inference_mode(False)
+def open_rows(pattern: Pattern, boundary: int, tokens: int, heads: Heads) -> tuple[Tensor, ...]:
+    """Sorted positions before `boundary` that causal queries from there on see, per key head."""
+    if boundary in (0, tokens):
+        return (torch.zeros(0, dtype=torch.int64),) * heads.keys
+    return remote_rows(pattern, Shards((0, boundary, tokens)), 1, heads, True)
+
+
+@cached_up_to(CACHED_BYTES)
+@torch.inference_mode(False)
+def kept_rows(pattern: Pattern, shards: Shards, heads: Heads) -> tuple[Tensor, ...]:
+    """Sorted positions of the rows of all chunks that a later chunk sees, per key head."""
+    kept = [[torch.zeros(0, dtype=torch.int64)] for _ in range(heads.keys)]
+    for chunk in range(shards.ranks - 1):
+        start, stop = shards.boundaries[chunk : chunk + 2]
+        for rows, found in zip(kept, open_rows(pattern, stop, shards.tokens, heads), strict=True):
+            rows.append(found[torch.searchsorted(found, start) :])
+    return tuple(torch.cat(rows) for rows in kept)
+
+
+@cached_up_to(CACHED_BYTES)
+@torch.inference_mode(False)
+def plan_chunk(
+    pattern: Pattern, shards: Shards, chunk: int, heads: Heads, device: torch.device,
+    rows_device: torch.device,
+) -> ChunkPlan:  # fmt: skip
+    """The plan of one chunk, for keys on `device` and rows that are kept on `rows_device`."""
+    kept, tokens, local = (
+        kept_rows(pattern, shards, heads),
+        shards.tokens,
+        shards.local_range(chunk),
+    )
+    ends = [0, *torch.tensor([len(rows) for rows in kept]).cumsum(0).tolist()]
+
+    def slots(positions: tuple[Tensor, ...]) -> Tensor:
+        found = [
+            end + torch.searchsorted(rows, x)
+            for end, rows, x in zip(ends, kept, positions, strict=False)
+        ]
+        return torch.cat(found)
+
+    before = open_rows(pattern, local.start, tokens, heads)
+    after = open_rows(pattern, local.stop, tokens, heads)
+    own = tuple(x[torch.searchsorted(x, local.start) :] for x in after)
+    read = remote_rows(pattern, shards, chunk, heads, True) if chunk else before
+    keep_index = [(x - local.start) * heads.keys + head for head, x in enumerate(own)]
+    keep_slots, read_slots, slots_before = slots(own), slots(read), slots(before)
+    slots_after = slots(after)
+    is_own = torch.zeros(len(slots_after), dtype=torch.bool)
+    is_own[torch.searchsorted(slots_after, keep_slots)] = True
+    carried = (~is_own).nonzero()[:, 0]
+    carried_to = torch.searchsorted(slots_before, slots_after[carried])
+    read_to = torch.searchsorted(slots_before, read_slots)
+    begin = 0
+    if isinstance(pattern, Packed):
+        begin, _, _ = next(pattern.documents(local.start, local.stop))
+    places = torch.split(torch.arange(len(read_slots)), [len(x) for x in read])
+    return ChunkPlan(
+        moved(torch.cat(keep_index), device),
+        moved(keep_slots, rows_device),
+        moved(read_slots, rows_device),
+        tuple(moved(x, device) for x in places),
+        places,
+        tuple(x - begin for x in read),
+        len(slots_before),
+        moved(is_own.nonzero()[:, 0], device),
+        moved(carried, device),
+        moved(carried_to, device),
+        moved(read_to, device),
+    )
+
+
+def without_blocks(pattern: Pattern) -> Pattern:
+    """A pattern whose rows are easily listed, and among them all that `pattern` sees."""
+    if isinstance(pattern, Packed):
+        return replace(pattern, inner=without_blocks(pattern.inner))
+    return replace(pattern, blocks=None) if isinstance(pattern, Dilated) else pattern
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    """`x` on a device; copies between a GPU and the CPU do not wait for each other."""
+    if x.device == device:
+        return x
+    if x.device.type == "cpu":
+        return x.pin_memory().to(device, non_blocking=True)
+    return x.to(device)

@@ -1,0 +1,153 @@
+"""Context in time: a rank walks each sequence in chunks, `train.chunk_tokens` at a time.
+
+The step is exact and takes about one forward pass more; what it needs in memory is the activations
+of one chunk, and of each layer the rows of keys and values that later chunks see (see
+`attention/context_parallel/chunks.py`). Everything but attention is local to a token, so the model
+is called for a chunk as it is for a sequence, with the positions of the chunk.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from longspan.attention import KVCaches, Shards
+from longspan.attention.context_parallel.chunks import Walk, attend_in_chunks
+from longspan.attention.packed import document_starts
+from longspan.models.decoder import Decoder, SelfAttention, document_positions
+from longspan.parallel.pipeline import ForwardContext
+
+
+class _Sequence(NamedTuple):
+    """Samples that are walked together. Tensors are (batch, tokens)."""
+
+    tokens: Tensor
+    targets: Tensor
+    positions: Tensor | None
+    """In documents, if there are any; the batch is then one sample."""
+    starts: tuple[int, ...]
+    """Where those documents start."""
+    shards: Shards
+
+
+class ChunkedDecoder:
+    """A decoder that walks sequences in chunks."""
+
+    def __init__(self, model: Decoder, chunk_tokens: int, *, offload: bool) -> None:
+        """`offload`: keep the rows of earlier chunks in CPU memory."""
+        self._model, self._chunk_tokens = model, chunk_tokens
+        self._walk = Walk(offload=offload)
+        attentions = (m for m in model.modules() if isinstance(m, SelfAttention))
+        for layer, attention in enumerate(attentions):
+            attention.attend = partial(attend_in_chunks, walk=self._walk, layer=layer)
+
+    def backward(
+        self,
+        module: nn.Module,
+        batch: tuple[Tensor, Tensor, Tensor | None],
+        scale: Tensor,
+        context: ForwardContext,
+        sync: Callable[[bool], AbstractContextManager[None]],
+    ) -> Tensor:
+        """Add the gradients of scale · loss of a batch; returns scale · loss.
+
+        `batch`: tokens, targets and documents (batch, tokens), which may be in host memory;
+        `module` is what a training step calls; `sync(is_last)` makes the context of a forward and
+        backward pass, the last of this batch or not.
+        """
+        total = torch.zeros((), device=scale.device)
+        sequences = self._sequences(*batch)
+        for number, sequence in enumerate(sequences, start=1):
+            chunks = range(sequence.shards.ranks)
+            with self._walking(sequence):
+                for chunk in chunks[:-1]:
+                    with torch.no_grad(), context():
+                        self._model.run_blocks(self._enter(sequence, chunk, scale, keeps=True)[0])
+                for chunk in reversed(chunks):
+                    is_last = chunk == 0 and number == len(sequences)
+                    with sync(is_last):
+                        with context():
+                            inputs = self._enter(sequence, chunk, scale, keeps=False)
+                            loss = module(*inputs) * scale
+                        loss.backward()
+                    total += loss.detach()
+        return total
+
+    @torch.no_grad()
+    def __call__(self, tokens: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
+        """The summed cross-entropy of tokens (batch, tokens), without gradients."""
+        total = torch.zeros((), device=tokens.device)
+        for sequence in self._sequences(tokens, targets, documents):
+            with self._walking(sequence):
+                for chunk in range(sequence.shards.ranks):
+                    total += self._model(*self._enter(sequence, chunk, tokens, keeps=True))
+        return total
+
+    def new_caches(self, capacity: int | None = None) -> KVCaches:
+        return self._model.new_caches(capacity)
+
+    def next_logits(self, tokens: Tensor, caches: KVCaches) -> Tensor:
+        return self._model.next_logits(tokens, caches)
+
+    def _sequences(
+        self, tokens: Tensor, targets: Tensor, documents: Tensor | None
+    ) -> list[_Sequence]:
+        """The whole batch or, with documents, one sample at a time: each has its own chunks."""
+        length = tokens.shape[1]
+        if documents is None:
+            shards = Shards(chunk_boundaries((0,), length, self._chunk_tokens))
+            return [_Sequence(tokens, targets, None, (), shards)]
+        found = []
+        for row, ids in enumerate(documents.cpu()):
+            rows, starts = slice(row, row + 1), document_starts(ids)
+            shards = Shards(chunk_boundaries(starts, length, self._chunk_tokens))
+            positions = document_positions(ids[None])
+            found.append(_Sequence(tokens[rows], targets[rows], positions, starts, shards))
+        return found
+
+    @contextmanager
+    def _walking(self, sequence: _Sequence) -> Iterator[None]:
+        self._walk.begin(sequence.shards, sequence.starts)
+        try:
+            yield
+        finally:
+            self._walk.end()
+            self._model.positions = None
+
+    def _enter(
+        self, sequence: _Sequence, chunk: int, like: Tensor, *, keeps: bool
+    ) -> tuple[Tensor, Tensor]:
+        """Come to a chunk; returns its tokens and targets, on the device of `like`."""
+        local = sequence.shards.local_range(chunk)
+        here = slice(local.start, local.stop)
+        self._walk.enter(chunk, keeps=keeps and chunk < sequence.shards.ranks - 1)
+        positions = sequence.positions
+        self._model.positions = (
+            torch.arange(local.start, local.stop, device=like.device)
+            if positions is None
+            else positions[:, here]
+        )
+        tokens, targets = (
+            x[:, here].to(like.device, non_blocking=True)
+            for x in (sequence.tokens, sequence.targets)
+        )
+        return tokens, targets
+
+
+def chunk_boundaries(starts: tuple[int, ...], tokens: int, size: int) -> tuple[int, ...]:
+    """Where chunks of at most `size` tokens begin and end in a sequence of documents at `starts`.
+
+    A chunk ends with a document if it can, so that few rows are kept: only a document longer than
+    a chunk is cut, and it begins with a chunk.
+    """
+    found = [0]
+    while (here := found[-1]) < tokens:
+        last = starts[bisect_right(starts, here + size) - 1]
+        found.append(min(tokens, here + size if last <= here or here + size >= tokens else last))
+    return tuple(found)
