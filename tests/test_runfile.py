@@ -173,6 +173,10 @@ def test_a_section_that_is_not_a_table_is_reported() -> None:
     assert "expected a table [model], got 3" in problems(tables={"model": 3})["model"]
 
 
+DOUBLED = "a0: &a0 [1]\n" + "".join(f"a{n + 1}: &a{n + 1} [*a{n}, *a{n}]\n" for n in range(40))
+"""A list of 2⁴⁰ numbers, by aliases."""
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
@@ -190,6 +194,8 @@ def test_a_section_that_is_not_a_table_is_reported() -> None:
         ("run.toml", "steps = 2", r"unknown section; did you mean train\.steps\?"),
         ("run.toml", "[train]\nsteps = 2\nsteps = 3", "is not valid TOML: Cannot overwrite"),
         ("run.yaml", "train:\n  steps: 2\n  steps: 3", "the key steps occurs twice"),
+        ("run.yaml", "data: {mix: [{source: a, source: b}]}", "the key source occurs twice"),
+        ("run.yaml", DOUBLED, "it has more than 100,000 values"),
     ],
 )
 def test_invalid_files_are_rejected(tmp_path: Path, name: str, content: str, message: str) -> None:
@@ -201,6 +207,13 @@ def test_invalid_files_are_rejected(tmp_path: Path, name: str, content: str, mes
 def test_quoted_yaml_stays_text(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text('data: {source: "2024"}')
     assert load_run(tmp_path / "run.yaml").data.source == "2024"
+
+
+def test_numbers_in_lists_of_yaml_are_those_of_toml(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text("data:\n  mix:\n  - {source: a, weight: 2.5e-1}\n")
+    mix = load_run(tmp_path / "run.yaml").data.mix
+    assert mix is not None
+    assert mix[0].weight == 0.25
 
 
 def test_yaml_cannot_build_objects(tmp_path: Path) -> None:

@@ -26,6 +26,8 @@ from longspan.hf_config import read_folder_config
 from longspan.models import Decoder, new_decoder, stored_shapes
 from longspan.models.decoder import allocate
 from longspan.runfile import ONE_PROCESS, RUN_FILE, load_run, saved_run_file
+from longspan.runfile.reading import parse_override
+from longspan.wording import toml_value
 
 HERE = ["train.device=auto", "train.precision=auto", *ONE_PROCESS]
 """Overrides with which a run's model is used on this machine, in one process."""
@@ -67,6 +69,8 @@ def load_trained(
     trained = load_run(file, HERE)
     # A theta that follows from the context is that of training, whatever context it is used with.
     theta = f"model.rope_theta={trained.model.rope_theta_for(trained.data.context)}"
+    if trained.data.mix is not None:  # which another source takes the place of
+        overrides = [_instead_of_mix(override) for override in overrides]
     run, model = _build(load_run(file, [*HERE, theta, *overrides]) if overrides else trained)
     saved = _newest(run_dir, key_file or run.checkpoint.key_file)
     saved.check(saved.files_of("model"))
@@ -83,6 +87,13 @@ def load_trained(
             elif base is not None:
                 parameter.copy_(base(name, Region.full(tuple(parameter.shape))))
     return run, model, saved.step
+
+
+def _instead_of_mix(override: str) -> str:
+    """An override that sets data.source as one that sets the mixture."""
+    keys, value = parse_override(override)
+    is_source = keys == ("data", "source")
+    return f"data.mix=[{{source={toml_value(value)}}}]" if is_source else override
 
 
 def load_huggingface(folder: Path, overrides: Sequence[str] = ()) -> tuple[Run, Decoder]:

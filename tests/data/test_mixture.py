@@ -24,6 +24,7 @@ from longspan.data.token_split import TokenSplit
 from longspan.data.tokenizer import ByteTokenizer
 from longspan.errors import UserError
 from longspan.runfile import dump_run, load_run
+from longspan.trained import load_trained
 from longspan.training import train
 from tests.training.test_loop import SMALL, metrics
 
@@ -126,6 +127,8 @@ def test_a_resumed_run_continues_in_the_mixture_and_logs_its_shares(
     )
     assert whole[2:] == parts[2:]
     assert list(whole[-1][1].values()) == [12, 4]
+    run, _, _ = load_trained(tmp_path / "parts", overrides=[f"data.source={folders[1]}"])
+    assert run.data.sources == (str(folders[1]),)  # evaluated on one of them alone
     changed = load_run(None, [*SMALL, mix_of(folders, 0.5, 0.5), *options, "train.steps=6"])
     with pytest.raises(UserError, match=r"data is  mixture of 50\.00%"):
         train(changed, tmp_path / "parts", resume=True)

@@ -14,6 +14,8 @@ from longspan.runfile.folder import RUN_FILE
 from longspan.toml import tomllib
 from longspan.wording import toml_value
 
+MAX_VALUES = 100_000
+"""Of a run file in YAML."""
 KEY = r'(?:"[^"]*"|[^."=]+)'
 """A key in the path of an override; it is quoted if it contains a dot."""
 
@@ -45,7 +47,7 @@ def _parse_yaml(text: str, path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        _check_unique_keys(yaml.compose(text, yaml.SafeLoader))
+        _check_nodes(yaml.compose(text, yaml.SafeLoader))
         tables = _as_toml(yaml.safe_load(text))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is not valid YAML: {error}") from error
@@ -56,23 +58,35 @@ def _parse_yaml(text: str, path: Path) -> dict[str, Any]:
     return tables
 
 
-def _check_unique_keys(node: Any) -> None:
-    """Refuse two equal keys in one table, of which YAML would silently use the last."""
-    from yaml import MappingNode
+def _check_nodes(root: Any) -> None:
+    """Refuse two equal keys in one table, of which YAML would silently use the last.
 
-    if not isinstance(node, MappingNode):
-        return
-    keys = [key.value for key, _ in node.value]
-    for key, value in node.value:
-        if keys.count(key.value) > 1:
-            raise ValueError(f"the key {key.value} occurs twice, in line {key.start_mark.line + 1}")
-        _check_unique_keys(value)
+    And more values than a run file has: aliases of aliases grow exponentially.
+    """
+    from yaml import MappingNode, SequenceNode
+
+    nodes, count = [root], 0
+    while nodes:
+        node, count = nodes.pop(), count + 1
+        if count > MAX_VALUES:
+            raise ValueError(f"it has more than {MAX_VALUES:,} values")
+        if isinstance(node, SequenceNode):
+            nodes += node.value
+        elif isinstance(node, MappingNode):
+            keys = [key.value for key, _ in node.value]
+            for key, value in node.value:
+                if keys.count(key.value) > 1:
+                    line = key.start_mark.line + 1
+                    raise ValueError(f"the key {key.value} occurs twice, in line {line}")
+                nodes.append(value)
 
 
 def _as_toml(value: Any) -> Any:
     """Convert YAML to what TOML gives: string keys, and a float for 3e-4, a string in YAML 1.1."""
     if isinstance(value, dict):
         return {str(key): _as_toml(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_as_toml(inner) for inner in value]
     if isinstance(value, str) and re.fullmatch(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+", value):
         return float(value)
     return value
