@@ -37,7 +37,15 @@ def uniform(seed: int, index: Tensor, *indices: Tensor) -> Tensor:
 
     Indices are int64 below 2³¹. Only the seed modulo 2³² matters.
     """
-    state: Tensor | int = (seed * 0x9E3779B1 + 0x7F4A7C15) & _MASK32
-    for i in (index, *indices):
-        state = lowbias32((state + i * 0x85EBCA77) & _MASK32)
-    return state.double() / 2.0**32  # type: ignore[union-attr]
+    state = (seed * 0x9E3779B1 + 0x7F4A7C15) & _MASK32
+    return fold32(state, index, *indices).double() / 2.0**32
+
+
+def fold32(state: Tensor | int, *indices: Tensor | int) -> Tensor:
+    """A 32-bit hash, held in int64, of `state` and of each index in turn, broadcast together.
+
+    Indices are int64 below 2³¹, and one of them is a tensor.
+    """
+    for i in indices:
+        state = lowbias32((state + i * 0x85EBCA77) & _MASK32)  # type: ignore[arg-type]
+    return state  # type: ignore[return-value]

@@ -23,12 +23,14 @@ from longspan.planning.activations import Activations
 from longspan.planning.parameters import Degrees
 from longspan.planning.tracing import LiveMemory, trace_memory
 from longspan.runfile import load_run
+from tests.slow import slow
 
 TOKENS = 4096
 SIZES = {
     "plain": ["model.hidden=64", "model.heads=4", "model.ffn=192"],
     "grouped": ["model.hidden=128", "model.heads=8", "model.kv_heads=2", "model.ffn=448"],
     "dense": ["model.hidden=64", "model.heads=4", "model.ffn=192", "attention.kind=dense"],
+    "dropout": ["model.hidden=64", "model.heads=4", "model.ffn=192", "model.dropout=0.1"],
     "sub-layer norms": [
         "model.hidden=64",
         "model.heads=2",
@@ -36,6 +38,9 @@ SIZES = {
         "model.sub_layer_norm=true",
     ],
 }
+
+
+DROPOUT = pytest.param("dropout", "bf16", marks=slow("parity"))
 
 
 def run_of(sizes: str, precision: str, mode: str, *, compiles: bool, batch: int = 2) -> Run:
@@ -62,10 +67,25 @@ def block_of(model: Decoder, run: Run) -> tuple[nn.Module, Tensor, Tensor]:
     return model.blocks[0], x, rope
 
 
+def keys_of(model: Decoder, run: Run) -> list[Tensor]:
+    """The keys of dropout for the block, if the run has any."""
+    if not run.model.dropout:
+        return []
+    keys = model.dropout_keys(torch.arange(run.train.micro_batch), run.data.context)
+    assert keys is not None
+    return [keys]
+
+
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize(
     ("sizes", "precision"),
-    [("plain", "bf16"), ("grouped", "bf16"), ("grouped", "fp32"), ("sub-layer norms", "bf16")],
+    [
+        ("plain", "bf16"),
+        ("grouped", "bf16"),
+        ("grouped", "fp32"),
+        ("sub-layer norms", "bf16"),
+        ("dropout", "bf16"),
+    ],
 )
 def test_a_block_keeps_what_is_planned(sizes: str, precision: str, mode: str) -> None:
     run = run_of(sizes, precision, mode, compiles=False)
@@ -74,10 +94,10 @@ def test_a_block_keeps_what_is_planned(sizes: str, precision: str, mode: str) ->
     weights = sum(p.numel() for p in model.blocks.parameters() if p.dim() > 1)
     with FakeTensorMode(allow_non_fake_inputs=True), LiveMemory() as memory:
         block, leaf, rope = block_of(model, run)
-        x = leaf * 1
+        x, keys = leaf * 1, keys_of(model, run)
         before = memory.live
         with autocast(run.train):
-            y = block(x, rope)
+            y = block(x, rope, None, None, *keys)
         # Its output takes the place of its input, which stays for the block itself.
         kept = memory.live - before - (2 * weights if planned.keeps_copies else 0)
         gradient = torch.empty_like(y)
@@ -88,7 +108,7 @@ def test_a_block_keeps_what_is_planned(sizes: str, precision: str, mode: str) ->
         peak = memory.peak - held - y.nbytes
     norms = sum(p.nbytes for p in model.blocks.parameters() if p.dim() == 1)
     assert 0 <= kept - planned.total <= norms  # whose weights are rounded
-    if sizes == "sub-layer norms":
+    if sizes in ("sub-layer norms", "dropout"):
         return  # which on a CPU are several kernels, and take more than on a GPU
     workspace = planned.workspace - gradient.nbytes
     assert peak == pytest.approx(workspace, abs=4 * weights + 0.002 * workspace)
@@ -116,11 +136,12 @@ def saved_by_compiled(run: Run) -> list[Tensor]:
         decompositions=select_decomp_table,
         partition_fn=partition,
     )
-    block, x, rope = block_of(new_decoder(run), run)
+    model = new_decoder(run)
+    block, x, rope = block_of(model, run)
     torch.compiler.reset()
     compiled = torch.compile(block, backend=backend, fullgraph=True)
     with autocast(run.train), pytest.raises((BackendCompilerFailed, _Traced)):
-        compiled(x, rope)
+        compiled(x, rope, None, None, *keys_of(model, run))
     output = graphs[0].graph.output_node()
     nodes = [node for node in output.args[0] if isinstance(node, torch.fx.Node)]  # type: ignore[union-attr]
     return [node.meta["val"] for node in nodes if node.op != "placeholder"]
@@ -128,7 +149,8 @@ def saved_by_compiled(run: Run) -> list[Tensor]:
 
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize(
-    ("sizes", "precision"), [("grouped", "bf16"), ("plain", "fp32"), ("sub-layer norms", "bf16")]
+    ("sizes", "precision"),
+    [("grouped", "bf16"), ("plain", "fp32"), ("sub-layer norms", "bf16"), DROPOUT],
 )
 def test_a_compiled_block_keeps_what_is_planned(sizes: str, precision: str, mode: str) -> None:
     run = run_of(sizes, precision, mode, compiles=True)

@@ -191,3 +191,49 @@ def test_a_run_of_epochs_trains_saves_and_resumes(epoch_options: list[str], tmp_
 def test_epochs_that_have_no_steps_are_refused(options: list[str], message: str) -> None:
     with pytest.raises(UserError, match=rf"(?m)^  train.epochs +.*{message}"):
         load_run(None, ["train.epochs=1", *options])
+
+
+DROPOUT = "model.dropout=0.3"
+DENSE = ["attention.kind=dense", "attention.segment_lengths=[]", "attention.dilation_rates=[]"]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        (2, ["layout.zero=3", "train.micro_batch=2", "train.activation_checkpointing=full"]),
+        (2, ["layout.pipeline=2"]),
+        (4, ["layout.sequence=2", "layout.tensor=2", "layout.megatron_sequence_parallel=true"]),
+        pytest.param(2, ["layout.tensor=2"], marks=slow("parity")),
+        pytest.param(2, ["layout.tensor=2", "model.linear=low_rank"], marks=slow("parity")),
+        pytest.param(4, ["layout.replicate=2", "layout.shard=2"], marks=slow("parity")),
+        pytest.param(4, ["layout.sequence=4", *DENSE], marks=slow("parity")),
+        pytest.param(
+            4,
+            [
+                "layout.pipeline=2",
+                "layout.shard=2",
+                "layout.schedule=zbv",
+                "layout.zero=2",
+                "model.layers=4",
+            ],
+            marks=slow("parity"),
+        ),
+    ],
+    ids=ids,
+)
+def test_dropout_takes_the_same_steps_in_a_layout(
+    ranks: Ranks, world: int, layout: list[str]
+) -> None:
+    settings = [DROPOUT, *(x for x in layout if x.startswith(("model.", "attention.")))]
+    alone = single_process_steps(*settings)
+    assert_same_steps(ranks.run(steps_of, world, [*layout, *settings]), alone)
+    assert not torch.allclose(alone.losses, single_process_steps(*settings[1:]).losses, rtol=1e-3)
+
+
+def test_a_run_with_dropout_resumes_to_the_same_bytes(tmp_path: Path) -> None:
+    options = [*SMALL, DROPOUT]
+    train(load_run(None, [*options, "train.steps=3"]), tmp_path / "whole")
+    train(load_run(None, [*options, "train.steps=1"]), tmp_path / "resumed")
+    train(load_run(None, [*options, "train.steps=3"]), tmp_path / "resumed", resume=True)
+    expected, found = tensors(tmp_path / "whole", 3), tensors(tmp_path / "resumed", 3)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())

@@ -161,6 +161,9 @@ class Model(Section):
     sub_layer_norm: bool = False
     """Adds MAGNETO's norms before the last projections of attention and MLP, and uses its
     initialisation."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Probability with which training drops an element of the embedding's output and of what
+    attention and MLP add to the residual stream, as in GPT-2; evaluation drops nothing."""
     rope_theta: Theta | None = None
     """Base of the rotary position embedding (RoPE); by default that of `model.from` or
     `train.init_from`, see `extend_context`, else derived from `data.context`."""

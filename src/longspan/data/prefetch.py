@@ -63,8 +63,8 @@ class Prefetcher:
         return found
 
     def _read(self, indices: Sequence[int]) -> StepData:
-        samples = [self.source.sample(self._seed, i) for i in self._local_samples(indices)]
-        batch = collate(samples)
+        local = self._local_samples(indices)
+        batch = collate([self.source.sample(self._seed, i) for i in local], local)
         if self._device.type == "cuda":
             import torch  # late, as in `collate`
 

@@ -39,6 +39,8 @@ class Batch:
     targets: Tensor
     documents: Tensor | None = None
     """See `Sample`."""
+    samples: Tensor | None = None
+    """The index of each sample in the endless order, int64 (batch,)."""
 
     def split(self, size: int) -> list[Batch]:
         """Split into batches of at most `size` samples."""
@@ -59,7 +61,8 @@ class Batch:
 
     def _map(self, function: Callable[[Tensor], Tensor]) -> Batch:
         documents = None if self.documents is None else function(self.documents)
-        return Batch(function(self.tokens), function(self.targets), documents)
+        samples = None if self.samples is None else function(self.samples)
+        return Batch(function(self.tokens), function(self.targets), documents, samples)
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,8 @@ class Baseline:
     nats: float
 
 
-def collate(samples: Sequence[Sample]) -> Batch:
-    """Stack samples into tensors of shape (batch, context) in host memory."""
+def collate(samples: Sequence[Sample], indices: Sequence[int] | None = None) -> Batch:
+    """Stack samples, of these indices, into tensors of shape (batch, context) in host memory."""
     import torch  # late: `longspan data` makes no tensor
 
     tokens, targets = (
@@ -79,7 +82,12 @@ def collate(samples: Sequence[Sample]) -> Batch:
         for name in ("tokens", "targets")
     )
     documents = [sample.documents for sample in samples if sample.documents is not None]
-    return Batch(tokens, targets, torch.from_numpy(np.stack(documents)) if documents else None)
+    return Batch(
+        tokens,
+        targets,
+        torch.from_numpy(np.stack(documents)) if documents else None,
+        None if indices is None else torch.tensor(indices),
+    )
 
 
 def count_targets(samples: list[Sample]) -> int:

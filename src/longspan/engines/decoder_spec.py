@@ -40,6 +40,7 @@ class DecoderSpec:
             has_documents=self.model.has_documents,
             z_loss=self.model.z_loss,
             freeze=self.model.freeze,
+            seed=self.model.seed,
         )
 
     def parallelize(
@@ -76,7 +77,11 @@ class DecoderSpec:
     def loss(self, module: nn.Module, batch: Batch) -> tuple[Tensor, Tensor | None]:
         return module(*self.local(batch)), None
 
-    def local(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None]:
-        """This rank's tokens and targets (batch, tokens), and the documents of all tokens."""
+    def local(self, batch: Batch) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """This rank's tokens and targets (batch, tokens), the documents of all tokens, and with
+        dropout the indices of the samples (batch,).
+        """
         tokens, targets = (local_tokens(self.model, x) for x in (batch.tokens, batch.targets))
-        return tokens, targets, batch.documents
+        samples = batch.samples if self.model.config.dropout else None
+        assert samples is not None or not self.model.config.dropout
+        return tokens, targets, batch.documents, samples

@@ -85,8 +85,8 @@ class NativeEngine:
         if isinstance(self.module, PipelinedDecoder):
             assert isinstance(self._spec, DecoderSpec)
             assert isinstance(batch, Batch)
-            tokens, targets, documents = self._spec.local(batch.to(self._device))
-            scaled = self.module.backward(tokens, targets, scale * factor, documents)
+            tokens, targets, *others = self._spec.local(batch.to(self._device))
+            scaled = self.module.backward(tokens, targets, scale * factor, *others)
             return scaled / factor, None
         micro_batches = batch.split(self._micro_batch)
         if isinstance(self.module, PipelinedModule):

@@ -19,6 +19,7 @@ from longspan.config import Model, Run
 from longspan.costs import is_adapter, linear_sizes, lora_rank_of, rank_of, trains
 from longspan.errors import UserError
 from longspan.nn import (
+    Dropout,
     GatedMLP,
     LoRALinear,
     MakeLinear,
@@ -80,8 +81,9 @@ class SelfAttention(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, model: Model, pattern: Pattern, index: int) -> None:
+    def __init__(self, model: Model, pattern: Pattern, index: int, dropout: Dropout) -> None:
         super().__init__()
+        self.index, self.dropout = index, dropout
         linear = partial(_linear, model, index)
         self.attention_norm = _norm(model, model.hidden)
         self.attention = SelfAttention(model, pattern, linear)
@@ -95,10 +97,13 @@ class Block(nn.Module):
         rope: Tensor,
         cache: KVCache | None = None,
         documents: Tensor | None = None,
+        dropout_keys: Tensor | None = None,
     ) -> Tensor:
-        x_BNC = x_BNC + self.attention(self.attention_norm(x_BNC), rope, cache, documents)
-        out: Tensor = x_BNC + self.mlp(self.mlp_norm(x_BNC))
-        return out
+        """`dropout_keys`: `Dropout.keys` (batch, tokens); without them nothing is dropped."""
+        y_BNC = self.attention(self.attention_norm(x_BNC), rope, cache, documents)
+        x_BNC = x_BNC + self.dropout(y_BNC, dropout_keys, 2 * self.index + 1)
+        y_BNC = self.mlp(self.mlp_norm(x_BNC))
+        return x_BNC + self.dropout(y_BNC, dropout_keys, 2 * self.index + 2)
 
 
 def _norm(model: Model, width: int) -> RMSNorm:
@@ -130,10 +135,11 @@ class Decoder(nn.Module):
         has_documents: bool = False,
         z_loss: float = 0.0,
         freeze: Sequence[str] = (),
+        seed: int = 0,
     ) -> None:
         """`patterns`: of each layer, or one for all; `has_documents`: whether `forward` will be
         given documents; `z_loss`: that of `cross_entropy_sum`; `freeze`: globs over the
-        names of parameters that are not trained.
+        names of parameters that are not trained; `seed`: of dropout.
         """
         super().__init__()
         if isinstance(patterns, Pattern):
@@ -150,7 +156,10 @@ class Decoder(nn.Module):
         given, if they are not a whole sequence.
         """
         self.embedding = nn.Embedding(model.vocab, model.hidden)
-        self.blocks = nn.ModuleList(Block(model, x, i) for i, x in enumerate(patterns))
+        self.seed, self.dropout = seed, Dropout(model.dropout, seed)
+        self.blocks = nn.ModuleList(
+            Block(model, x, i, self.dropout) for i, x in enumerate(patterns)
+        )
         self.norm = _norm(model, model.hidden)
         # With tied embeddings there is no head, so that no weight is registered twice.
         self.head = (
@@ -168,16 +177,29 @@ class Decoder(nn.Module):
         for name, parameter in parameters:
             parameter.requires_grad_(self.trains(name))
 
+    def dropout_keys(self, samples: Tensor | None, count: int) -> Tensor | None:
+        """Of `count` tokens of each of samples (batch,), or this rank's part of them."""
+        if samples is None:
+            return None
+        positions = torch.arange(count) if self.positions is None else self.positions
+        return self.dropout.keys(samples, positions)
+
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        documents: Tensor | None = None,
+        samples: Tensor | None = None,
     ) -> Tensor:
         """Summed cross-entropy of tokens (batch, tokens) against targets; −100 is ignored.
 
         Without targets, the logits (batch, tokens, vocab). The loss never materialises them, and is
         what to train long contexts with. `documents`: integers (batch, tokens), of the whole
         sequence if ranks split it; runs of equal ones are documents, each as if it were alone.
+        `samples`: a number for each row (batch,), on which dropout depends; without it nothing is
+        dropped.
         """
-        hidden = self.hidden(tokens, documents=documents)
+        hidden = self.hidden(tokens, documents=documents, samples=samples)
         if targets is None:
             return logits_of(hidden, self.head_weight)
         return cross_entropy_sum(hidden, self.head_weight, targets, z_loss=self.z_loss)
@@ -200,6 +222,7 @@ class Decoder(nn.Module):
         tokens: Tensor,
         caches: KVCaches | None = None,
         documents: Tensor | None = None,
+        samples: Tensor | None = None,
     ) -> Tensor:
         """The final hidden states (batch, tokens, hidden), which the head projects to logits.
 
@@ -213,9 +236,11 @@ class Decoder(nn.Module):
         rope = rope_table(
             self.rope, tokens, self.positions, self.context, caches=caches, documents=documents
         )
+        keys = self.dropout_keys(samples, tokens.shape[1])
         x_BNC = scaled_embedding(self.embedding, tokens, self.config.embedding_scale)
+        x_BNC = self.dropout(x_BNC, keys, 0)
         for index, block in enumerate(self.blocks):
-            x_BNC = block(x_BNC, rope, caches.layers[index] if caches else None, documents)
+            x_BNC = block(x_BNC, rope, caches.layers[index] if caches else None, documents, keys)
         if caches is not None:
             caches.advance(tokens)
         out: Tensor = self.norm(x_BNC)
@@ -291,6 +316,7 @@ def new_decoder(run: Run) -> Decoder:
             has_documents=run.data.isolates,
             z_loss=run.train.z_loss,
             freeze=run.train.freeze,
+            seed=run.train.seed,
         )
 
 

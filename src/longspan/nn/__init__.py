@@ -1,5 +1,6 @@
 """Layers other than attention."""
 
+from longspan.nn.dropout import Dropout
 from longspan.nn.lora import LoRALinear
 from longspan.nn.loss import cross_entropy_sum, logits_of
 from longspan.nn.mlp import GatedMLP, MakeLinear
@@ -8,6 +9,7 @@ from longspan.nn.norm import RMSNorm
 from longspan.nn.rope import RotaryEmbedding, apply_rope
 
 __all__ = [
+    "Dropout",
     "GatedMLP",
     "LoRALinear",
     "MakeLinear",

@@ -95,6 +95,7 @@ class Stage(nn.Module):
         self.rope, self.context = model.rope, model.context
         self.embedding_scale, self.z_loss = model.config.embedding_scale, model.z_loss
         self.positions, self.forward_context = model.positions, forward_context
+        self.dropout, self.dropout_keys = model.dropout, model.dropout_keys
 
     def forward(
         self,
@@ -102,6 +103,7 @@ class Stage(nn.Module):
         targets: Tensor | None = None,
         caches: KVCaches | None = None,
         documents: Tensor | None = None,
+        samples: Tensor | None = None,
     ) -> Tensor:
         """Tokens (batch, tokens), or the output of the stage before, to (batch, tokens, hidden).
 
@@ -114,13 +116,15 @@ class Stage(nn.Module):
         rope = rope_table(
             self.rope, tokens, self.positions, self.context, caches=caches, documents=documents
         )
+        keys = self.dropout_keys(samples, tokens.shape[1])
         with self.forward_context():
             if self.embedding is not None:
                 x = scaled_embedding(self.embedding, x, self.embedding_scale)
+                x = self.dropout(x, keys, 0)
                 if torch.is_grad_enabled() and not x.requires_grad:
                     x.requires_grad_()  # all of the stage may be frozen, and its output needs one
             for index, block in enumerate(self.blocks):
-                x = block(x, rope, caches.layers[index] if caches else None, documents)
+                x = block(x, rope, caches.layers[index] if caches else None, documents, keys)
             if self.norm is None or self.head is None:
                 return x
             x = self.norm(x)
@@ -240,7 +244,12 @@ class PipelinedDecoder(nn.Module):
         ]
 
     def backward(
-        self, tokens: Tensor, targets: Tensor, scale: Tensor, documents: Tensor | None = None
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        scale: Tensor,
+        documents: Tensor | None = None,
+        samples: Tensor | None = None,
     ) -> Tensor:
         """Compute the gradients of scale · loss over a step's micro-batches (batch, tokens).
 
@@ -255,6 +264,7 @@ class PipelinedDecoder(nn.Module):
             return_outputs=False,
             targets=targets,
             **({} if documents is None else {"documents": documents}),
+            **({} if samples is None else {"samples": samples}),
         )
         self._reduce_tied_gradients()
         return torch.stack(losses).detach().sum() if losses else torch.zeros_like(scale)

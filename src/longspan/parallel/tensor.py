@@ -91,6 +91,10 @@ def apply_tensor_parallel(
     """
     split = residual_split(model.config, megatron_sequence_parallel)
     residual = PLACEMENTS[split]
+    if split == "tokens":
+        model.dropout.split_tokens(mesh.get_local_rank(), mesh.size())
+    elif split == "features":
+        model.dropout.split_features(mesh.get_local_rank(), model.config.hidden // mesh.size())
     plan: dict[str, ParallelStyle] = {}
     # Modules that are missing are on other pipeline ranks.
     if hasattr(model, "embedding"):

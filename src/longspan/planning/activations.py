@@ -101,6 +101,8 @@ class Activations:
         workspace = max(
             mlp * self.tokens, attention * self.tokens + self.attention_workspace(block)
         )
+        if self._run.model.dropout and not self.is_compiled:
+            workspace += 3 * 8 * self.stream / FP32 * self.tokens  # hashes of a mask, in int64
         sizes = {name: math.ceil(size * self.tokens) for name, size in kept.items()}
         if self._run.train.offload_activations:
             workspace, sizes = workspace + sum(sizes.values()), dict.fromkeys(sizes, 0)
@@ -135,6 +137,8 @@ class Activations:
             table["norms of queries and keys"] = e * (q + k) + 8 * self.heads
         if model.linear != "dense":
             table["low-rank intermediates"] = e * self._ranks(block)
+        if model.dropout:
+            table["dropout masks"] = 2 * self.stream / FP32
         table["MLP"] = mlp
         return table
 

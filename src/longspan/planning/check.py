@@ -197,7 +197,8 @@ def step_collectives(run: Run, gpus: int, rank: int) -> dict[Group, Total]:
         recorder = CollectiveRecorder()
         with fake, recorder:
             tokens = torch.zeros(samples, run.data.context, dtype=torch.int64)
-            loss, _ = engine.backward(Batch(tokens, tokens), torch.tensor(1.0))
+            batch = Batch(tokens, tokens, samples=torch.arange(samples))
+            loss, _ = engine.backward(batch, torch.tensor(1.0))
             all_reduce_loss(mesh, loss)
             clip_grad_norm(engine.model, mesh, 1.0, CPU)
     return recorder.totals()
