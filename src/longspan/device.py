@@ -42,6 +42,11 @@ def resolve(run: Run, device: torch.device) -> Run:
         precision = "bf16" if has_bf16 else "fp32"
     if precision == "fp16" and device.type == "cpu":
         raise UserError('train.precision = "fp16" needs a GPU, but the device is a CPU: set "fp32"')
+    if train.residual_precision == "bf16" and precision != "bf16":
+        raise UserError(
+            'train.residual_precision = "bf16" needs train.precision = "bf16", but it is '
+            f'"{precision}": set "fp32"'
+        )
     if run.track.memory_snapshot and device.type != "cuda":
         raise UserError(
             "track.memory_snapshot = true needs a CUDA GPU, but the device is a CPU: set false"

@@ -91,6 +91,9 @@ class Train(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Compute dtype of mixed precision (autocast); parameters and optimizer state stay fp32. "auto"
     is bf16 on a GPU that supports it, fp32 elsewhere."""
+    residual_precision: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of the residual stream, which blocks add to. "bf16" halves its memory and traffic, and
+    rounds each sum; for the native engine without tensor and pipeline parallelism."""
     compile: Literal["auto", True, False] = "auto"
     """Compiles each block with torch.compile; "auto" is on for CUDA."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"

@@ -39,6 +39,7 @@ class DecoderSpec:
             self.model.context,
             has_documents=self.model.has_documents,
             z_loss=self.model.z_loss,
+            rounds_residual=self.model.rounds_residual,
             freeze=self.model.freeze,
             seed=self.model.seed,
         )

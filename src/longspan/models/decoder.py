@@ -29,6 +29,7 @@ from longspan.nn import (
     cross_entropy_sum,
     logits_of,
 )
+from longspan.nn.precision import autocast_dtype
 from longspan.sketching.layers import LowRankLinear, SKLinear, low_rank_std, seed_of, sketched_std
 from longspan.torch_internals import has_dispatch_mode
 
@@ -134,11 +135,13 @@ class Decoder(nn.Module):
         *,
         has_documents: bool = False,
         z_loss: float = 0.0,
+        rounds_residual: bool = False,
         freeze: Sequence[str] = (),
         seed: int = 0,
     ) -> None:
         """`patterns`: of each layer, or one for all; `has_documents`: whether `forward` will be
-        given documents; `z_loss`: that of `cross_entropy_sum`; `freeze`: globs over the
+        given documents; `z_loss`: that of `cross_entropy_sum`; `rounds_residual`: whether
+        the residual stream has the dtype of autocast instead of float32; `freeze`: globs over the
         names of parameters that are not trained; `seed`: of dropout.
         """
         super().__init__()
@@ -150,6 +153,7 @@ class Decoder(nn.Module):
             )
         self.config, self.patterns, self.context = model, tuple(patterns), context
         self.has_documents, self.z_loss = has_documents, z_loss
+        self.rounds_residual = rounds_residual
         self.rope = RotaryEmbedding(model.head_dim, model.rope_theta_for(context), model.rope)
         self.positions: Tensor | None = None
         """Positions (tokens,), or in documents (batch, tokens), of the tokens that `forward` is
@@ -238,6 +242,8 @@ class Decoder(nn.Module):
         )
         keys = self.dropout_keys(samples, tokens.shape[1])
         x_BNC = scaled_embedding(self.embedding, tokens, self.config.embedding_scale)
+        if self.rounds_residual:
+            x_BNC = x_BNC.to(autocast_dtype(x_BNC) or x_BNC.dtype)
         x_BNC = self.dropout(x_BNC, keys, 0)
         for index, block in enumerate(self.blocks):
             x_BNC = block(x_BNC, rope, caches.layers[index] if caches else None, documents, keys)
@@ -315,6 +321,7 @@ def new_decoder(run: Run) -> Decoder:
             run.data.context,
             has_documents=run.data.isolates,
             z_loss=run.train.z_loss,
+            rounds_residual=run.train.residual_precision != "fp32",
             freeze=run.train.freeze,
             seed=run.train.seed,
         )

@@ -6,7 +6,8 @@ real block. "none" keeps all of `saved`; "selective" and "full" keep less, and r
 the backward pass of one block at a time.
 
 In letters: h hidden, q and k the widths of all query and key heads, f ffn, e bytes of an element in
-the run's precision. The residual stream is float32. q, k and f are those of a tensor-parallel rank.
+the run's precision. The residual stream is float32, or as `train.residual_precision` says. q, k and
+f are those of a tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -68,7 +69,9 @@ class Activations:
         )
         self.is_split = split != "none"
         self.hidden = model.hidden
-        self.stream = FP32 * model.hidden / (tensor if self.is_split else 1)
+        self.rounds_stream = train.residual_precision != "fp32"
+        self.stream_features = model.hidden / (tensor if self.is_split else 1)
+        self.stream = (self.width if self.rounds_stream else FP32) * self.stream_features
         """Bytes per token of the residual stream."""
         self.inputs = model.hidden / (tensor if split == "features" else 1)
         """Width of the inputs of projections."""
@@ -88,7 +91,7 @@ class Activations:
         if mode == "selective" and not self.is_compiled:
             recomputed += e * self.hidden  # the output of the last product is cached, and unused
         if mode != "none" and self.is_compiled:
-            recomputed += FP32 * self.hidden  # the residual stream between attention and MLP
+            recomputed += self.stream  # the residual stream between attention and MLP
         kept = {"block inputs": self.stream, **kept, **self._received(block)}
         # The gradients of gate and up are computed when that of their product is still there, and
         # the product itself is not.
@@ -120,13 +123,17 @@ class Activations:
             mlp = 3 * e * f
         else:
             table["residual stream after attention"] = self.stream
-            # Autocast converts the input of each projection by itself.
-            table["inputs of projections"] = (5 * e if e < FP32 else 2 * e) * h + 8
+            # Autocast converts the input of each projection by itself, if it has to.
+            converts = e < FP32 and not self.rounds_stream
+            table["inputs of projections"] = (5 * e if converts else 2 * e) * h + 8
             mlp = 4 * e * f
         table["queries, keys and values"] = e * (q + 2 * k)
         table["attention output"] = e * q + FP32 * self.heads
         if self.on_cpu and not self.is_compiled:  # where the norm is no single kernel
-            table["normalized residual stream"] = 2 * self.stream
+            table["normalized residual stream"] = 2 * FP32 * self.stream_features
+            if self.rounds_stream:  # it keeps its input in float32
+                table["residual stream after attention"] = 0
+                table["normalized residual stream"] *= 2
         if model.sub_layer_norm:
             unfused = self.on_cpu and not self.is_compiled
             upcast = FP32 if e < FP32 else 0

@@ -269,7 +269,8 @@ def _block_bytes(run: Run, shape: _Shape) -> float:
     """Bytes that the operators of a block move besides matrix products and attention."""
     model = run.model
     splits_norms = run.layout.megatron_sequence_parallel
-    hidden = HIDDEN_BYTES * model.hidden / (shape.tensor if splits_norms else 1)
+    hidden_bytes = HIDDEN_BYTES / (1 if run.train.residual_precision == "fp32" else 2)
+    hidden = hidden_bytes * model.hidden / (shape.tensor if splits_norms else 1)
     queries_and_keys = model.head_dim * (model.heads + model.kv_heads)
     wide = WIDE_BYTES * shape.width / 2 * (queries_and_keys + 2 * model.ffn) / shape.tensor
     return shape.tokens * (hidden + wide)

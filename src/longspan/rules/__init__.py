@@ -28,6 +28,7 @@ from longspan.rules.model import (
     sketch_rules,
 )
 from longspan.rules.problem import Problem, Problems
+from longspan.rules.residual import residual_rules
 from longspan.rules.train import engine_rules, track_rules, train_rules
 
 __all__ = [
@@ -61,6 +62,7 @@ DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     decoder_layout_rules,
     chunk_rules,
     chunk_layout_rules,
+    residual_rules,
 )
 MODULE_RULES: tuple[Callable[..., Problems], ...] = (factory_rules, module_layout_rules)
 

@@ -239,6 +239,9 @@ def factory_rules(model: Model, train: Train) -> Problems:
     if train.z_loss:
         message = "is not supported with model.factory: add it to the task's loss"
         yield Problem("train.z_loss", message)
+    if train.residual_precision != "fp32":
+        message = 'is not supported with model.factory, whose blocks decide it: use "fp32"'
+        yield Problem("train.residual_precision", message)
     if train.freeze:
         message = "is not supported with model.factory: call requires_grad_(False) in the factory"
         yield Problem("train.freeze", message)
