@@ -11,8 +11,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 
@@ -197,8 +199,24 @@ def test_train_resume_generate_and_a_second_run(
         ["--prompt", "a", "--top-p", "0"],
         ["--prompt", "a", "--temperature", "nan"],
         ["--prompt", "a", "--seed", str(10**30)],
+        ["--prompt", "a", "--top-k", "-1"],
+        ["--prompt", "a", "--stop", ""],
+        ["--prompt", "a", "--repetition-penalty", "0"],
+        ["--prompt", "a", "--batch", "0"],
+        ["--prompts", str(tmp_path / "nothing")],
+        [],
     ):
         assert main(["generate", run_dir, *wrong]) == 2
+    capsys.readouterr()
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "some "}\n\n"other"\n')
+    batch = ["--prompts", str(tmp_path / "prompts.jsonl"), "--tokens", "5", "--batch", "2"]
+    assert main(["generate", run_dir, *batch, "--prompt", "third", "--json"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["prompt"] for line in found] == ["third", "some ", "other"]
+    assert found[1] == {"prompt": "some ", "text": text, "tokens": 5, "finish_reason": "length"}
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": 1}\n')
+    assert main(["generate", run_dir, *batch]) == 2
+    assert "line 2 of" in capsys.readouterr().err
     assert main(["generate", str(tmp_path / "nowhere"), "--prompt", "a"]) == 2
     assert "is not a run folder" in capsys.readouterr().err
 
@@ -212,11 +230,13 @@ def test_an_interrupted_generation_ends_with_what_was_generated(
         yield Piece("mpt", 1)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("longspan.generate.complete_from_run", interrupted)
+    generator = SimpleNamespace(complete=interrupted, sampling=lambda *_, **__: None)
+    monkeypatch.setattr("longspan.generate.open_generator", lambda *_, **__: nullcontext(generator))
     options = ["--json"] if as_json else []
     assert main(["generate", "somewhere", "--prompt", "a pro", *options]) == 1
     output = capsys.readouterr()
-    assert output.out == ('{"text": "a prompt"}\n' if as_json else "a prompt\n")
+    result = '{"prompt": "a pro", "text": "a prompt", "tokens": 1, "finish_reason": null}\n'
+    assert output.out == (result if as_json else "a prompt\n")
     assert "interrupted" in output.err
 
 

@@ -25,6 +25,9 @@ from longspan.export.lora import base_reader, check_base
 from longspan.hf_config import read_folder_config
 from longspan.models import Decoder, new_decoder, stored_shapes
 from longspan.models.decoder import allocate
+from longspan.parallel.dtensor import distribute_like
+from longspan.parallel.mesh import ParallelMesh
+from longspan.parallel.tensor import apply_tensor_parallel
 from longspan.runfile import ONE_PROCESS, RUN_FILE, load_run, saved_run_file
 from longspan.runfile.reading import parse_override
 from longspan.wording import toml_value
@@ -59,19 +62,24 @@ def is_huggingface_folder(folder: Path) -> bool:
 
 
 def load_trained(
-    run_dir: Path, key_file: str = "", overrides: Sequence[str] = ()
+    run_dir: Path,
+    key_file: str = "",
+    overrides: Sequence[str] = (),
+    mesh: ParallelMesh | None = None,
 ) -> tuple[Run, Decoder, int]:
     """Load the run file and the model of the newest checkpoint, and return them with its step.
 
-    The checkpoint must be signed with the key in `key_file`, or else in the run's.
+    The checkpoint must be signed with the key in `key_file`, or else in the run's. The ranks of a
+    `mesh` split the model by tensor parallelism.
     """
-    file = saved_run_file(run_dir)
+    file, world = saved_run_file(run_dir), mesh.world.size if mesh else 1
     trained = load_run(file, HERE)
     # A theta that follows from the context is that of training, whatever context it is used with.
     theta = f"model.rope_theta={trained.model.rope_theta_for(trained.data.context)}"
     if trained.data.mix is not None:  # which another source takes the place of
         overrides = [_instead_of_mix(override) for override in overrides]
-    run, model = _build(load_run(file, [*HERE, theta, *overrides]) if overrides else trained)
+    run = load_run(file, [*HERE, theta, *overrides], world=world) if overrides else trained
+    run, model = _build(run, mesh)
     saved = _newest(run_dir, key_file or run.checkpoint.key_file)
     saved.check(saved.files_of("model"))
     stored = stored_shapes(model)
@@ -83,9 +91,10 @@ def load_trained(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in stored:
-                parameter.copy_(saved.read(f"model/{name}"))
+                parameter.copy_(distribute_like(saved.read(f"model/{name}"), parameter))
             elif base is not None:
-                parameter.copy_(base(name, Region.full(tuple(parameter.shape))))
+                full = base(name, Region.full(tuple(parameter.shape)))
+                parameter.copy_(distribute_like(full, parameter))
     return run, model, saved.step
 
 
@@ -96,8 +105,10 @@ def _instead_of_mix(override: str) -> str:
     return f"data.mix=[{{source={toml_value(value)}}}]" if is_source else override
 
 
-def load_huggingface(folder: Path, overrides: Sequence[str] = ()) -> tuple[Run, Decoder]:
-    """Load the model of a Hugging Face folder.
+def load_huggingface(
+    folder: Path, overrides: Sequence[str] = (), mesh: ParallelMesh | None = None
+) -> tuple[Run, Decoder]:
+    """Load the model of a Hugging Face folder; the ranks of a `mesh` split it.
 
     Its context is what it was trained on, at most the default, unless `overrides` set data.context;
     RoPE is that of its config.json all the same, as in transformers.
@@ -105,18 +116,22 @@ def load_huggingface(folder: Path, overrides: Sequence[str] = ()) -> tuple[Run, 
     context = min(Data().context, read_folder_config(folder).max_positions)
     own = [f"model.from={folder}", f"data.context={context}", "train.micro_batch=1"]
     own += ["train.global_batch=1", "model.extend_context=none"]
-    run, model = _build(load_run(None, [*own, *HERE, *overrides]))
+    world = mesh.world.size if mesh else 1
+    run, model = _build(load_run(None, [*own, *HERE, *overrides], world=world), mesh)
     read = weight_reader(folder, run)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(read(name, Region.full(tuple(parameter.shape))))
+            full = read(name, Region.full(tuple(parameter.shape)))
+            parameter.copy_(distribute_like(full, parameter))
     return run, model
 
 
-def _build(run: Run) -> tuple[Run, Decoder]:
+def _build(run: Run, mesh: ParallelMesh | None) -> tuple[Run, Decoder]:
     """The run with what this machine's device decides, and its model there, uninitialised."""
-    device = choose_device(run)
+    device = choose_device(run, mesh.world.local_rank if mesh else 0)
     run = resolve(run, device)
     model = new_decoder(run)
+    if mesh and mesh.ranks["tensor"] > 1:
+        apply_tensor_parallel(model, mesh["tensor"])
     allocate(model, device)
     return run, model

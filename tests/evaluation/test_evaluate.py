@@ -26,7 +26,6 @@ from longspan.errors import UserError
 from longspan.evaluation.evaluate import Evaluation, Wanted, _filler, evaluate
 from longspan.evaluation.losses import DocumentLoss, Losses, SampleLoss, text_bytes
 from longspan.evaluation.recall import DEPTHS, Cell, cells, run_cell
-from longspan.generate import complete_from_run
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from tests.export.families import save_family
@@ -236,17 +235,3 @@ def test_the_command_prints_and_draws(
     assert found["perplexity"] == pytest.approx(np.exp(found["loss"]))
     assert main(["eval", str(folder / "hf"), "--trials", "0"]) == 2
     assert main(["eval", str(folder / "hf"), "--plot", str(tmp_path / "no" / "x.svg")]) == 2
-
-
-def test_a_huggingface_folder_generates_what_transformers_does(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    tokenizer = load_tokenizer(folder / "hf")
-    prompt = tokenizer.encode("w5 w60 w7")
-    pieces = complete_from_run(
-        folder / "hf", "w5 w60 w7", count=12, temperature=0.0, top_p=1.0, seed=0
-    )
-    text = "".join(piece.text for piece in pieces)
-    model = AutoModelForCausalLM.from_pretrained(folder / "hf")
-    expected = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
-    assert tokenizer.encode(text) == expected[0].tolist()

@@ -161,10 +161,35 @@ def test_text_streams_in_whole_characters_and_stops_at_the_end_of_the_sequence()
     assert next(pieces) == Piece("à", 0)  # before the model runs
     assert len(script.rest) == 9
     texts = ["", "é", "", "", "", "😀", "b"]
-    assert list(pieces) == [Piece(text, n) for n, text in enumerate(texts, start=1)]
+    expected = [Piece(text, n) for n, text in enumerate(texts, start=1)]
+    assert list(pieces) == [*expected, Piece("", 7, "stop")]
     two = replace(greedy, count=2)
     cut = complete(Script("a😀"), ByteTokenizer(), "a", two, device=CPU, context=64)
-    assert list(cut) == [Piece("a", 0), Piece("a", 1), Piece("", 2), Piece("\ufffd", 2)]
+    assert list(cut) == [Piece("a", 0), Piece("a", 1), Piece("", 2), Piece("\ufffd", 2, "length")]
+
+
+@pytest.mark.parametrize(
+    ("script", "stops", "text"),
+    [
+        ("one STOP two", ["STOP"], "one "),
+        ("a STO a STOP", ["STOP"], "a STO a "),  # what only begins a stop string is text
+        ("éa😀b", ["😀"], "éa"),  # four bytes, of which each is a token
+        ("ab", ["b", "abc"], "a"),  # the one that is found first
+        ("xyST", ["STOP"], "xyST"),
+        ("aaab", ["aab"], "a"),
+        ("a\ufffdb", ["b"], "a\ufffd"),
+    ],
+)
+def test_a_text_ends_before_a_stop_string(script: str, stops: list[str], text: str) -> None:
+    sampling = Sampling(len(script.encode()), temperature=0, stop=tuple(stops))
+    found = list(complete(Script(script), ByteTokenizer(), "p", sampling, device=CPU, context=64))
+    assert "".join(piece.text for piece in found) == "p" + text
+    shown = ""
+    for piece in found[1:]:  # nothing is shown that is taken back
+        shown += piece.text
+        assert text.startswith(shown)
+    is_stopped = any(stop in script for stop in stops)
+    assert found[-1].finish_reason == ("stop" if is_stopped else "length")
 
 
 def stream(tokenizer: Tokenizer, tokens: list[int]) -> list[str]:

@@ -1,14 +1,11 @@
-"""Commands for trained runs: generate, sketch, export, checkpoint."""
+"""Commands for trained runs: sketch, export, checkpoint."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-import time
 from contextlib import nullcontext
 from dataclasses import asdict
-from itertools import chain, islice
 from pathlib import Path
 
 from longspan.cli.parser import Commands
@@ -22,72 +19,8 @@ GROUP = "trained runs"
 
 
 def add(commands: Commands) -> None:
-    for each in (_add_generate, _add_sketch, _add_export, _add_checkpoint):
+    for each in (_add_sketch, _add_export, _add_checkpoint):
         each(commands)
-
-
-def _add_generate(commands: Commands) -> None:
-    parser = commands.add(
-        "generate",
-        "generate text with a trained model",
-        "generate runs/first --prompt 'import ' --tokens 100",
-        verb=generate,
-        group=GROUP,
-    )
-    add_run_dir(parser, "folder of a run, or a Hugging Face folder")
-    parser.add_argument(
-        "--prompt", required=True, metavar="TEXT", help="text that the model continues (required)"
-    )
-    parser.add_argument(
-        "--tokens", type=int, default=200, metavar="N", help="maximum number of new tokens"
-    )
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="T",
-        help="sampling temperature; 0 is greedy decoding",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=float,
-        default=0.95,
-        metavar="P",
-        help="nucleus sampling: sample from the most likely tokens with this total probability",
-    )
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed for sampling")
-    parser.add_argument("--json", action="store_true", help=JSON)
-
-
-def generate(args: argparse.Namespace) -> None:
-    with loading():
-        from longspan.generate import complete_from_run
-
-    text, tokens, times = "", 0, list[float]()  # times: the prompt, then every token
-    pieces = complete_from_run(
-        args.run_dir,
-        args.prompt,
-        count=args.tokens,
-        temperature=args.temperature,
-        top_p=args.top_p,
-        seed=args.seed,
-        key_file=args.key_file,
-    )
-    with waiting(f"loading {args.run_dir}"):
-        first = list(islice(pieces, 1))
-    try:
-        for piece in chain(first, pieces):
-            times.append(time.perf_counter())
-            text, tokens = text + piece.text, piece.tokens
-            if not args.json:
-                print(piece.text, end="", flush=True)
-    finally:  # also after Ctrl-C: what was generated is the result
-        if times:
-            print(json.dumps({"text": text}) if args.json else "", flush=True)
-        if tokens > 1:
-            prompt_s, rest_s = times[1] - times[0], times[tokens] - times[1]
-            rate = f"then {(tokens - 1) / rest_s:,.1f} tok/s"
-            print(f"{tokens} tokens: the first after {prompt_s:.2f} s, {rate}", file=sys.stderr)
 
 
 def _add_sketch(commands: Commands) -> None:

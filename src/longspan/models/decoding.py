@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.attention import KVCaches
@@ -75,3 +75,18 @@ def is_whole(model: object) -> bool:
     return isinstance(model, Decoder) and not any(
         isinstance(parameter, DTensor) for parameter in model.parameters()
     )
+
+
+@torch.no_grad()
+def round_weights(model: Decoder, dtype: torch.dtype) -> None:
+    """Round the weights of linear layers to `dtype`, in place, as autocast does in every step.
+
+    A tied head becomes a copy of the embedding, whose own output is not rounded.
+    """
+    if model.head is None:
+        vocab, width = model.embedding.weight.shape
+        model.head = nn.Linear(width, vocab, bias=False, device="meta")
+        model.head.weight = nn.Parameter(model.embedding.weight.to(dtype))
+    for layer in model.modules():
+        if isinstance(layer, nn.Linear):
+            layer.weight = nn.Parameter(layer.weight.to(dtype), requires_grad=False)

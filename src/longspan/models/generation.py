@@ -19,6 +19,10 @@ GREEDY_BELOW = 1e-6
 """Below this temperature decoding is greedy: dividing by it would overflow."""
 
 
+FinishReason = Literal["stop", "length"]
+"""Whether a stop string or end-of-sequence token was reached, or the number of tokens."""
+
+
 class Predictor(Protocol):
     """A decoder, possibly split over ranks."""
 
@@ -43,8 +47,10 @@ class Sampling:
     """Every prompt of a batch has its own random numbers from this seed, as if it were alone."""
     stop: tuple[str, ...] = ()
     """Texts before which the generated text ends."""
-    eos: frozenset[int] = frozenset()
-    """Tokens that end a text, besides the tokenizer's."""
+    eos: frozenset[int] | None = None
+    """Tokens that end a text; None for that of the tokenizer."""
+    repetition_penalty: float = 1.0
+    """Divides the positive logits of tokens that occurred, and multiplies the negative ones."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,8 @@ class Piece:
     """Whole characters; empty while a token's last character is incomplete."""
     tokens: int
     """Tokens generated so far."""
+    finish_reason: FinishReason | None = None
+    """Of the last piece."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +73,7 @@ class Completion:
     text: str
     tokens: int
     """Tokens generated, without the one that ended the text."""
-    finish_reason: Literal["stop", "length"]
-    """Whether a stop string or end-of-sequence token was reached, or the number of tokens."""
+    finish_reason: FinishReason
 
 
 TOKENS_BEFORE = 64
@@ -99,8 +106,8 @@ def complete(
         piece = text.add(token)
         if text.tokens > before:
             yield Piece(piece, text.tokens)
-    if rest := text.flush():
-        yield Piece(rest, text.tokens)
+    rest = text.flush()
+    yield Piece(rest, text.tokens, text.finish_reason)
 
 
 def complete_batch(
@@ -125,7 +132,7 @@ def complete_batch(
     completions = []
     for prompt, text, found in zip(prompts, texts, pieces, strict=True):
         assert text.finish_reason is not None
-        joined = "".join(found) + text.flush()
+        joined = "".join(found) + text.flush()  # which may find a stop string
         completions.append(Completion(prompt, joined, text.tokens, text.finish_reason))
     return completions
 
@@ -160,6 +167,8 @@ class TokenBatch:
         self._draws = torch.rand(sampling.count, generator=rng).to(device)
         self._sampled = 0
         self._step: DecodeStep | None = None
+        self._seen: Tensor | None = None
+        """Whether each row has each token: bool (batch, vocab), if repetition is penalised."""
 
     def sample(self, is_done: Sequence[bool]) -> list[int]:
         """The next token of each row; those of rows that are done mean nothing."""
@@ -169,6 +178,8 @@ class TokenBatch:
         with quiet, torch.compiler.set_stance("force_eager"):
             logits = self._next_logits(is_done) if self._step else self._prefill_all()
             logits, draw = logits[:, : self._vocab].float(), self._draws[self._sampled]
+            if self._sampling.repetition_penalty != 1:
+                logits = self._penalised(logits)
             tokens = sample_tokens(logits, draw, self._sampling).tolist()
         self._sampled += 1
         for row, token in enumerate(tokens):
@@ -176,6 +187,16 @@ class TokenBatch:
                 raise UserError("the model's logits are not finite: its weights have diverged")
             self._rows[row].append(token)
         return [int(token) for token in tokens]
+
+    def _penalised(self, logits: Tensor) -> Tensor:
+        """Logits (batch, vocab) with the repetition penalty (Keskar et al. 2019)."""
+        penalty, newest = self._sampling.repetition_penalty, [row[-1:] for row in self._rows]
+        if self._seen is None:
+            self._seen, newest = torch.zeros_like(logits, dtype=torch.bool), self._rows
+        for row, tokens in enumerate(newest):
+            self._seen[row, torch.tensor(tokens, device=self._device)] = True
+        penalised = torch.where(logits < 0, logits * penalty, logits / penalty)
+        return logits.where(~self._seen, penalised)
 
     def _prefill_all(self) -> Tensor:
         """The logits after each prompt, whose keys and values go into the KV caches."""
@@ -235,12 +256,10 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, sampling: Sampling, prompt: list[int]) -> None:
         self._decoder = StreamDecoder(tokenizer, before=prompt[-TOKENS_BEFORE:])
         self._sampling = sampling
-        self._eos = sampling.eos | {tokenizer.eos}
+        self._eos = {tokenizer.eos} if sampling.eos is None else sampling.eos
         self._held, self._is_stopped = "", False
         self.tokens = 0
-        self.finish_reason: Literal["stop", "length"] | None = (
-            None if sampling.count > 0 else "length"
-        )
+        self.finish_reason: FinishReason | None = None if sampling.count > 0 else "length"
 
     def add(self, token: int) -> str:
         """The text that a token adds."""
