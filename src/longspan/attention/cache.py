@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from longspan.attention.cache_layout import CacheLayout, Step, cache_layout
-from longspan.attention.functional import attend_checked
+from longspan.attention.functional import attend_checked, triton_problem
 from longspan.attention.mask import Mask, check_pattern, check_scale, check_sinks, check_tensors
-from longspan.attention.pattern import Dilated, Pattern
+from longspan.attention.pattern import Dense, Dilated, Pattern
 from longspan.dtypes import accumulation_dtype
+
+ANY = Mask(Dense())
 
 
 class Positions:
@@ -175,8 +177,9 @@ class KVCache:
             if isinstance(self.pattern, Dilated):
                 rows = rows.index_select(1, layout.kv_head_of_slot)
             buffer.index_copy_(0, step.write, rows.flatten(0, 1))
+        attend = _attend_slots if _has_kernel(q) else _attend_rows
         with torch.autocast(q.device.type, enabled=False):  # it would run the products in 16 bits
-            return _attend_rows(q, self.keys, self.values, step, scale, sinks)
+            return attend(q, self.keys, self.values, step, scale, sinks)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
         check_tensors(q, k, v)
@@ -276,3 +279,23 @@ def _attend_rows(
         weights = weights.nan_to_num()  # of a head that sees nothing
     out = torch.bmm(weights.reshape(shape[0], -1, layout.width), v_GRD)
     return out.view(q.shape).to(q.dtype)
+
+
+def _attend_slots(
+    q: Tensor, keys: Tensor, values: Tensor, step: Step, scale: float, sinks: Tensor | None
+) -> Tensor:
+    """`_attend_rows` by the Triton kernel, which reads only rows that a head sees."""
+    from longspan.attention.kernels.decode import attend_slots
+
+    outputs, lses = attend_slots(q[:, 0], keys, values, step, scale)
+    if sinks is not None:  # as one more chunk, whose output is zero
+        lses = torch.cat([lses, sinks.float().expand(len(q), -1)[..., None]], dim=2)
+    weights = lses.softmax(-1)[..., : outputs.shape[2], None]
+    if not step.layout.covers_all:
+        weights = weights.nan_to_num()
+    return (weights * outputs).sum(2)[:, None].to(q.dtype)
+
+
+def _has_kernel(q: Tensor) -> bool:
+    """Whether the Triton kernel supports these inputs."""
+    return q.is_cuda and triton_problem(q, q, ANY) is None

@@ -53,6 +53,7 @@ class CacheLayout:
     ) -> None:
         self.pattern, self.heads, self.kv_heads = pattern, heads, kv_heads
         self.sink, self.size = _ring(pattern, capacity)
+        self._chunks = dict[int, Tensor]()
         self.slots: list[list[Slot]] = []
         """The slots of each kv head."""
         self.read: list[list[Slot]] = [[] for _ in range(heads)]
@@ -78,6 +79,24 @@ class CacheLayout:
             device=device,
         ).unbind(1)
         self.kv_head_of_slot = torch.tensor([kv_head for kv_head, _ in all_slots], device=device)
+        self.read_starts = torch.tensor(
+            [
+                [head * kv_heads // heads * self.width + x.start for x in slots]
+                for head, slots in enumerate(self.read)
+            ],
+            device=device,
+        )
+        """The first row of each slot that a head reads: int64 (heads, slots of a head)."""
+        self._read = torch.tensor(
+            [[[x.rate, x.segment, x.residue, x.rows] for x in slots] for slots in self.read],
+            device=device,
+        ).unbind(2)
+        self.has_mask = (
+            isinstance(pattern, BlockSparse)
+            or (isinstance(pattern, Dilated) and pattern.blocks is not None)
+            or (isinstance(pattern, Window) and pattern.dilation > 1)
+        )
+        """Whether a head sees only some of the rows up to the newest."""
         self.covers_all = not isinstance(pattern, Dilated) or 1 in pattern.dilation_rates
         """Whether every query sees a key in every head."""
 
@@ -137,6 +156,23 @@ class CacheLayout:
             found = found.where(p_B1 % rate == residue, batch * self.rows)
         return Step(self, position, found.flatten())
 
+    def counts(self, position: Tensor) -> Tensor:
+        """The rows of each slot up to the newest, if a head reads it now: int64 (batch, heads,
+        slots of a head).
+        """  # fmt: skip
+        p_B11 = position[:, None, None]
+        rate, segment, residue, rows = self._read
+        found = (p_B11 % segment // rate + 1).minimum(rows)
+        return found * (p_B11 % rate == residue)
+
+    def chunks(self, size: int) -> Tensor:
+        """The chunks of a head's slots: the slot's index and a first row, int64 (chunks, 2)."""
+        if size not in self._chunks:
+            slots = enumerate(self.read[0])
+            found = [(i, row) for i, slot in slots for row in range(0, slot.rows, size)]
+            self._chunks[size] = torch.tensor(found, device=self._rate.device)
+        return self._chunks[size]
+
     def visible(self, position: Tensor) -> Tensor:
         """Which of its kv head's rows each head sees: bool (batch, heads, width)."""
         p_B1 = position[:, None]
@@ -164,9 +200,19 @@ class Step:
     """The row of the buffers for each slot of all kv heads: int64 (batch · slots,)."""
 
     @cached_property
+    def visible(self) -> Tensor:
+        """Which rows of its kv head a head sees: bool (batch, heads, width)."""
+        return self.layout.visible(self.position)
+
+    @cached_property
     def is_hidden(self) -> Tensor:
-        """Which rows of its kv head a head does not see: bool (batch, heads, width)."""
-        return ~self.layout.visible(self.position)
+        """Which it does not see."""
+        return ~self.visible
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """How many rows of each slot a head reads at most: int64 (batch, heads, slots)."""
+        return self.layout.counts(self.position)
 
 
 @lru_cache(maxsize=64)

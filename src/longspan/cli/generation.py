@@ -50,7 +50,8 @@ def add(commands: Commands) -> None:
         "--prompts",
         type=Path,
         metavar="FILE",
-        help='file with a prompt per line; of a .jsonl file, {"prompt": TEXT} or TEXT (default: none)',
+        help='file with a prompt per line; of a .jsonl file, {"prompt": TEXT} or TEXT '
+        "(default: none)",
     )
     parser.add_argument(
         "--tokens", type=int, default=200, metavar="N", help="maximum number of new tokens"

@@ -15,7 +15,13 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from longspan.attention.kernels import block_sparse_kernels, branch, hopper, window_kernels
+from longspan.attention.kernels import (
+    block_sparse_kernels,
+    branch,
+    decode,
+    hopper,
+    window_kernels,
+)
 
 HALF = ("q", "k", "v", "out", "do", "dq", "dk", "dv")
 FLOAT = ("lse", "safe_lse", "delta", "partial", "partial_k", "partial_v")
@@ -58,7 +64,7 @@ def compile_kernel(
     source = source_type(function, signature, places, {})
     options = {"num_warps": 4, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    if function is not branch.backward_preprocess:
+    if function not in (branch.backward_preprocess, decode._decode):
         assert "wgmma" in compiled.asm["ptx"]
 
 
@@ -118,6 +124,14 @@ def compile_block_sparse(cases: list[tuple[bool, bool]]) -> None:
     compile_kernel(block_sparse_kernels.backward_dq, sizes, dict.fromkeys(("k", "ds"), tile), 3)
 
 
+def compile_decode(has_mask: bool) -> None:
+    sizes = {"CHUNK": 1024, "TILE": 64, "HEAD_DIM": 128, "TILE_D": 128}
+    types = {"keys": "*bf16", "values": "*bf16", "out": "*fp32", "scale": "fp32"}
+    types |= dict.fromkeys(("table", "starts", "counts"), "*i64")
+    types |= {"visible": "*i1" if has_mask else "*fp32", "slots": "i32"}
+    compile_kernel(decode._decode, {"HAS_MASK": has_mask, **sizes}, types, 3)
+
+
 if __name__ == "__main__":
     is_all = "--all" in sys.argv
     for i, kernel in enumerate(TILES):
@@ -126,6 +140,8 @@ if __name__ == "__main__":
     for changes in WINDOWS if is_all else WINDOWS[:1]:
         compile_window(WINDOW_KERNELS if is_all else WINDOW_KERNELS[::3], changes)
     compile_kernel(branch.backward_preprocess, {"HEAD_DIM": 64, "TILE_D": 64, "TILE": 64}, {}, 1)
+    for has_mask in (True, False) if is_all else (True,):
+        compile_decode(has_mask)
     compile_block_sparse(
         [(True, True), (True, False), (False, True)] if is_all else [(False, True)]
     )
