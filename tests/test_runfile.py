@@ -157,6 +157,11 @@ def test_all_problems_are_reported_at_once_with_path_and_fix() -> None:
             "engine.nvme_path",
             "is required",
         ),
+        (
+            ["attention.kind=block_sparse", "data.context=281474976710656"],
+            "data.context",
+            "has more than 1,048,576 blocks of attention.block_size = 128: raise that",
+        ),
     ],
 )
 def test_rules_say_what_to_change(overrides: list[str], path: str, message: str) -> None:

@@ -47,6 +47,17 @@ def test_pairs_equal_the_sum_of_the_mask(
     assert pattern.pairs(tokens, heads, is_causal=is_causal) == total
 
 
+@pytest.mark.parametrize("tokens", [1 << 14, (1 << 14) + 5])
+def test_many_random_blocks_are_counted_by_their_share(
+    monkeypatch: pytest.MonkeyPatch, tokens: int
+) -> None:
+    pattern = BlockSparse(16, local_window=64, global_tokens=32, stride=9, density=0.1)
+    exact = pattern.pairs(tokens, 2, is_causal=True)
+    monkeypatch.setattr("longspan.attention.pattern.EXACT_BLOCKS", 1)
+    assert pattern.pairs(tokens, 2, is_causal=True) == pytest.approx(exact, rel=1e-2)
+    assert pattern.pairs(1 << 24, 2, is_causal=True) > 0  # a million blocks, in no time
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     pattern=PATTERNS | packed_patterns(),

@@ -23,6 +23,9 @@ from longspan.checks import block_problem, branch_problems
 from longspan.config import Attention, LayerAttention
 from longspan.hashing import uniform
 
+EXACT_BLOCKS = 1 << 12
+"""Up to so many blocks of a sequence the random ones are counted one by one."""
+
 
 class Pattern(ABC):
     """Defines which keys a query sees, per head."""
@@ -196,6 +199,29 @@ class BlockSparse(Pattern):
         return self.blocks(i, j).long()[row][:, column]
 
     def pairs(self, tokens: int, heads: int, *, is_causal: bool) -> int:
+        """As the base class says; beyond EXACT_BLOCKS random blocks are counted by their share."""
+        b, blocks = self.block_size, -(-tokens // self.block_size)
+        if not blocks or not is_causal or (self.density and blocks <= EXACT_BLOCKS):
+            return heads * self._counted_pairs(tokens, is_causal)
+        # A block sees the triangle of its own, and blocks before it, which are all of full size.
+        last, before = tokens - (blocks - 1) * b, 0.0
+        for index in torch.split(torch.arange(blocks - 1), 1 << 20):
+            before += float(self._blocks_before(index).sum())
+        of_last = float(self._blocks_before(torch.tensor([blocks - 1])).sum())
+        triangles = (blocks - 1) * (b * (b + 1) // 2) + last * (last + 1) // 2
+        return heads * (triangles + b * (b * round(before) + last * round(of_last)))
+
+    def _blocks_before(self, i: Tensor) -> Tensor:
+        """How many blocks before it each of the blocks i, int64 (blocks,), sees: float64."""
+        near = (i - max(1, self.local_window // self.block_size) + 1).clamp(min=0)
+        far = torch.minimum(torch.full_like(i, self.global_tokens // self.block_size), i)
+        between = (near - far).clamp(min=0)  # neither in the window nor global
+        strided = torch.zeros_like(i)
+        if self.stride:
+            strided = ((i - far) // self.stride - (i - near) // self.stride).clamp(min=0)
+        return (i - between + strided).double() + self.density * (between - strided).double()
+
+    def _counted_pairs(self, tokens: int, is_causal: bool) -> int:
         b = self.block_size
         index = torch.arange(-(-tokens // b))
         sizes = (tokens - index * b).clamp(max=b)  # the last block may be shorter
@@ -205,7 +231,7 @@ class BlockSparse(Pattern):
             if is_causal:
                 seen &= index[None, :] < rows[:, None]
             total += int((sizes[rows] * (seen * sizes).sum(1)).sum())
-        return heads * total
+        return total
 
     def covers(self, queries: Tensor, head: int) -> Tensor:
         return torch.ones(len(queries), dtype=torch.bool)

@@ -9,7 +9,7 @@ stages are those of the training code.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -114,7 +114,7 @@ def with_precision(run: Run, device: Device) -> Run:
 def compute_time(run: Run, gpus: int, device: Device, rates: RunRates) -> RunTime:
     """`predict` without what ranks wait for each other's collectives: a lower bound."""
     shape = _Shape(run, gpus, device)
-    model, count, copies = run.model, shape.micro_batches, Counter(shape.patterns)
+    model, count, copies = run.model, shape.micro_batches, shape.copies
     layers = {pattern: _layer(run, shape, device, rates, pattern) for pattern in copies}
     layer_s = {pattern: sum(parts.values()) for pattern, parts in layers.items()}
     head = _head(run, shape, device, rates)
@@ -166,6 +166,12 @@ class _Shape:
         self.micro_batches = train.global_batch // (train.micro_batch * data)
         self.patterns = patterns_of(run.attention, model.layers)
         self.flops = stage_flops(model, self.patterns, run.data.context)
+        # Layers share their pattern, and to hash it for each would take long.
+        shared = {id(pattern): pattern for pattern in self.patterns}
+        places = {key: place for place, key in enumerate(shared)}
+        self.kinds = tuple(shared.values())
+        self.kind_of_layer = tuple(places[id(pattern)] for pattern in self.patterns)
+        self.copies = _counted(self.kinds, self.kind_of_layer)
         is_cpu = device.name == "cpu"
         precision = train.precision
         peak = device.peak(precision)
@@ -180,6 +186,14 @@ class _Shape:
         shards = self.tensor * ranks["pipeline"] * ranks["shard"] * ranks["sequence"]
         self.local_parameters = count_trained(model, train.freeze) / shards
         """That the optimizer of a rank updates."""
+
+
+def _counted(kinds: Sequence[Pattern], places: Iterable[int]) -> Counter[Pattern]:
+    """How many of `places` in `kinds` each pattern has."""
+    found: Counter[Pattern] = Counter()
+    for place, count in Counter(places).items():
+        found[kinds[place]] += count
+    return found
 
 
 def _layer(
@@ -291,24 +305,27 @@ def _layers_on_ranks(layout: Layout, shape: _Shape) -> Sequence[tuple[Mapping[Pa
     """Of each pipeline rank: its number of layers by pattern, and whether it has the head."""
     pipeline = shape.ranks["pipeline"]
     if pipeline == 1:
-        return [(Counter(shape.patterns), True)]
+        return [(shape.copies, True)]
     settings = layout.schedule, layout.virtual_stages
-    return _stages(*settings, shape.patterns, shape.flops, pipeline)
+    return _stages(*settings, shape.kinds, shape.kind_of_layer, shape.flops, pipeline)
 
 
 @lru_cache(maxsize=4096)
 def _stages(
     schedule: Any,
     virtual_stages: int,
-    patterns: tuple[Pattern, ...],
+    kinds: tuple[Pattern, ...],
+    kind_of_layer: tuple[int, ...],
     flops: StageFlops,
     pipeline: int,
 ) -> Sequence[tuple[Mapping[Pattern, int], bool]]:
     layout = Layout(schedule=schedule, virtual_stages=virtual_stages)
-    plan = plan_stages(layout, len(patterns), flops, pipeline)
+    plan = plan_stages(layout, len(kind_of_layer), flops, pipeline)
     return [
         (
-            Counter(patterns[layer] for stage in stages for layer in plan.layers[stage]),
+            _counted(
+                kinds, (kind_of_layer[layer] for stage in stages for layer in plan.layers[stage])
+            ),
             plan.last in stages,
         )
         for stages in plan.by_rank

@@ -54,6 +54,9 @@ def model_rules(model: Model) -> Problems:
         )
 
 
+MAX_BLOCKS = 1 << 20
+"""Blocks of a block-sparse pattern in a context: they are counted and listed."""
+
 BIASES = {"attention_bias": ("llama", "qwen3", "gemma"), "mlp_bias": ("llama",)}
 """The families whose models may have each kind of bias."""
 
@@ -172,6 +175,16 @@ def _pattern_rules(attention: LayerAttention, path: str) -> Problems:
         for key in ("local_window", "global_tokens"):
             if problem := block_problem(getattr(attention, key), attention.block_size):
                 yield Problem(f"{path}.{key}", problem)
+
+
+def blocks_rules(attention: Attention, data: Data) -> Problems:
+    for layer in attention.cycle:
+        if layer.kind in BLOCK_SPARSE and data.context > MAX_BLOCKS * layer.block_size:
+            message = f"has more than {MAX_BLOCKS:,} blocks of attention.block_size"
+            yield Problem(
+                "data.context", f"{message} = {layer.block_size}: raise that, or lower it"
+            )
+            return
 
 
 def layers_rules(model: Model, attention: Attention) -> Problems:
