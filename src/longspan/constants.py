@@ -5,8 +5,8 @@ IGNORE_INDEX = -100
 LOSS_CHUNK = 1 << 26
 """Logits per chunk of the loss: 256 MiB in float32, enough rows for the matrix products to run at
 full rate."""
-KERNEL_LOSS_CHUNK = 1 << 27
-"""The same where the softmax is a kernel, which needs no float32 copies: 256 MiB in bf16."""
+KERNEL_LOSS_CHUNK = 1 << 28
+"""The same where the softmax is a kernel, which needs no float32 copies: 512 MiB in bf16."""
 
 MUON_ITERATIONS = 5
 """Newton-Schulz iterations of a step of Muon."""
