@@ -35,6 +35,24 @@ def test_the_losses_are_compared_with_their_extra_memory() -> None:
     assert chunked["extra_bytes"] > 0
 
 
+def test_generation_is_measured_with_a_full_cache_beside_transformers() -> None:
+    pytest.importorskip("transformers")
+    found = bench("generate", "--lengths", "512", "1024", "--tokens", "2", "--prefill", "512")
+    rows = {(row["tokens"], row["attention"]): row for row in found["rows"]}
+    kinds = ("dense", "dilated", "transformers")
+    assert list(rows) == [*[(n, kind) for n in (512, 1024) for kind in kinds[:2]], (512, kinds[2])]
+    row_bytes = 2 * 4 * 4 * 32 * 2  # float32 keys and values of 4 heads in 2 layers
+    for tokens in (512, 1024):
+        assert rows[tokens, "dense"]["cache_bytes"] == pytest.approx(tokens * row_bytes, rel=0.01)
+        dilated = (256 if tokens == 512 else 512) + 256  # a branch has 256 rows
+        assert rows[tokens, "dilated"]["cache_bytes"] == pytest.approx(
+            dilated * row_bytes, rel=0.01
+        )
+        assert rows[tokens, "dense"]["tokens_per_s"] > 0
+    assert rows[512, "dense"]["prefill_s"] > 0
+    assert rows[1024, "dense"]["prefill_s"] is None
+
+
 def test_a_row_is_printed_before_the_next_is_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

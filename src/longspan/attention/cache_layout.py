@@ -52,6 +52,7 @@ class CacheLayout:
         self, pattern: Pattern, capacity: int, heads: int, kv_heads: int, device: torch.device
     ) -> None:
         self.pattern, self.heads, self.kv_heads = pattern, heads, kv_heads
+        self._device = device
         self.sink, self.size = _ring(pattern, capacity)
         self._chunks = dict[int, Tensor]()
         self.slots: list[list[Slot]] = []
@@ -61,15 +62,6 @@ class CacheLayout:
         for kv_head in range(kv_heads):
             self.slots.append(self._slots_of(kv_head, capacity))
         self.width = self.slots[0][-1].start + self.slots[0][-1].rows
-        first = self.slots[0]  # the others have the same rows, of other residues
-        self._rate = torch.cat([torch.full((x.rows,), x.rate) for x in first]).to(device)
-        self._segment = torch.cat([torch.full((x.rows,), x.segment) for x in first]).to(device)
-        self._row = torch.cat([torch.arange(x.rows) for x in first]).to(device)
-        residue = torch.full((heads, self.width), -1)  # of no position: these rows are not read
-        for head, slots in enumerate(self.read):
-            for x in slots:
-                residue[head, x.start : x.start + x.rows] = x.residue
-        self._residue = residue.to(device)
         all_slots = [(kv_head, x) for kv_head, slots in enumerate(self.slots) for x in slots]
         self._write = torch.tensor(
             [
@@ -170,23 +162,39 @@ class CacheLayout:
         if size not in self._chunks:
             slots = enumerate(self.read[0])
             found = [(i, row) for i, slot in slots for row in range(0, slot.rows, size)]
-            self._chunks[size] = torch.tensor(found, device=self._rate.device)
+            self._chunks[size] = torch.tensor(found, device=self._device)
         return self._chunks[size]
+
+    @cached_property
+    def _columns(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Of each row of a kv head its row in the slot, rate and segment (width,), and the residue
+        that each head reads there (heads, width), −1 where it reads another slot.
+        """  # fmt: skip
+        first = self.slots[0]  # the slots of the others have other residues
+        row = torch.cat([torch.arange(x.rows) for x in first])
+        rate = torch.cat([torch.full((x.rows,), x.rate) for x in first])
+        segment = torch.cat([torch.full((x.rows,), x.segment) for x in first])
+        residue = torch.full((self.heads, self.width), -1)
+        for head, slots in enumerate(self.read):
+            for x in slots:
+                residue[head, x.start : x.start + x.rows] = x.residue
+        to = self._device
+        return row.to(to), rate.to(to), segment.to(to), residue.to(to)
 
     def visible(self, position: Tensor) -> Tensor:
         """Which of its kv head's rows each head sees: bool (batch, heads, width)."""
-        p_B1 = position[:, None]
-        newest = p_B1 % self._segment // self._rate  # the newest row of the segment
-        seen = self._row <= newest
+        p_B1, (row, rate, segment, residue) = position[:, None], self._columns
+        newest = p_B1 % segment // rate  # the newest row of the segment
+        seen = row <= newest
         match self.pattern:
             case Dilated(blocks=BlockSparse() as blocks):
-                seen &= blocks.sees(newest, self._row)
+                seen &= blocks.sees(newest, row)
             case Window(dilation=1):
                 pass  # it sees all that the ring holds
             case Window() | BlockSparse() as pattern:
-                held = self._in_ring(p_B1, self._row)
+                held = self._in_ring(p_B1, row)
                 seen &= (held >= 0) & pattern.sees(p_B1, held)
-        return seen[:, None] & ((p_B1 % self._rate)[:, None] == self._residue)
+        return seen[:, None] & ((p_B1 % rate)[:, None] == residue)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from longspan.cli import bench_parallel
+from longspan.cli import bench_generation, bench_parallel
 from longspan.cli.parser import Commands
 from longspan.cli.shared import builtin_name
 from longspan.progress import loading
@@ -54,6 +54,7 @@ def add(commands: Commands) -> None:
     )
 
     bench_parallel.add(actions)
+    bench_generation.add(actions)
 
     conversion = actions.add(
         "conversion",
