@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
-from longspan.config import Model
+from longspan.config import Model, Train
 
 Shape = tuple[int, ...]
 ADAPTERS = (".lora_a", ".lora_b")
@@ -235,7 +235,7 @@ def linear_costs(model: Model) -> tuple[Cost, Cost]:
     return dense_total, total
 
 
-def checkpoint_bytes(model: Model, freeze: Sequence[str]) -> int:
-    """Bytes of a checkpoint: float32 weights, and the two moments of Adam of those trained."""
+def checkpoint_bytes(model: Model, train: Train) -> int:
+    """Bytes of a checkpoint: float32 weights, and of those trained Adam's moments and averages."""
     stored = count_adapters(model) or count_parameters(model)
-    return 4 * stored + 8 * count_trained(model, freeze)
+    return 4 * stored + (12 if train.ema else 8) * count_trained(model, train.freeze)

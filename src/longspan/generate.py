@@ -86,23 +86,26 @@ class TextGenerator:
 
 @contextmanager
 def open_generator(
-    folder: Path, *, key_file: str = "", world: World = ONE
+    folder: Path, *, key_file: str = "", world: World = ONE, ema: bool = False
 ) -> Iterator[TextGenerator]:
     """Load the model of a run folder or a Hugging Face folder.
 
-    Several processes split it by tensor parallelism; all must generate the same texts.
+    Several processes split it by tensor parallelism; all must generate the same texts. With `ema`
+    its weights are the averages of `train.ema`.
     """
     layout = Layout(tensor=world.size)
     overrides = [f"layout.tensor={world.size}"] if world.size > 1 else []
     device = choose_device(load_run(None, HERE), world.local_rank)
     with open_mesh(layout, world, device) as mesh:
         if is_huggingface_folder(folder):
+            if ema:
+                raise UserError(f"--ema needs the folder of a run, but {folder} is of Hugging Face")
             within = cache_root(folder)
             settings = read_generation_settings(folder, within=within)
             overrides.append(f"data.context={read_folder_config(folder).max_positions}")
             run, model = load_huggingface(folder, overrides, mesh)
         else:
-            run, model, _ = load_trained(folder, key_file, overrides, mesh)
+            run, model, _ = load_trained(folder, key_file, overrides, mesh, ema=ema)
             settings = GenerationSettings()
         if run.data.source == "recall":
             raise UserError(

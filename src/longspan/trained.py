@@ -41,8 +41,8 @@ def load_weights(
 ) -> dict[str, Tensor]:
     """The tensors of a run's newest checkpoint, by name: whole, in host memory, verified.
 
-    `group`: "model", "optimizer" (names end in their kind, as in `head.weight.exp_avg`) or
-    "buffers". With `key_file` the checkpoint must be signed with the key in it.
+    `group`: "model", "optimizer" (names end in their kind, as in `head.weight.exp_avg`),
+    "ema" or "buffers". With `key_file` the checkpoint must be signed with the key in it.
     """
     saved = _newest(Path(run_dir), key_file)
     saved.check(saved.files_of(group))
@@ -66,11 +66,14 @@ def load_trained(
     key_file: str = "",
     overrides: Sequence[str] = (),
     mesh: ParallelMesh | None = None,
+    *,
+    ema: bool = False,
 ) -> tuple[Run, Decoder, int]:
     """Load the run file and the model of the newest checkpoint, and return them with its step.
 
     The checkpoint must be signed with the key in `key_file`, or else in the run's. The ranks of a
-    `mesh` split the model by tensor parallelism.
+    `mesh` split the model by tensor parallelism. With `ema` its weights are the averages of
+    `train.ema`.
     """
     file, world = saved_run_file(run_dir), mesh.world.size if mesh else 1
     trained = load_run(file, HERE)
@@ -81,6 +84,8 @@ def load_trained(
     run = load_run(file, [*HERE, theta, *overrides], world=world) if overrides else trained
     run, model = _build(run, mesh)
     saved = _newest(run_dir, key_file or run.checkpoint.key_file)
+    if ema:
+        saved.read_averages()
     saved.check(saved.files_of("model"))
     stored = stored_shapes(model)
     check_shapes(stored, saved)

@@ -103,7 +103,10 @@ CHAIN = [
     (4, [*DEEPSPEED, "layout.zero=2"]),
 ]
 """The last step, and the engine; one native process runs the first step and the last."""
-CHAINS = {"chain": [], "frozen chain": ['train.freeze=["embedding.*","blocks.0.mlp.*","norm.*"]']}
+CHAINS = {
+    "chain": [],
+    "frozen chain": ["train.ema=0.6", 'train.freeze=["embedding.*","blocks.0.mlp.*","norm.*"]'],
+}
 
 
 def run_of(world: int, *overrides: str) -> Run:
@@ -206,7 +209,7 @@ def trained(run_dir: Path) -> tuple[Tensor, dict[str, Tensor]]:
     saved = run_dir / "checkpoints" / f"step-{STEPS:08d}"
     tensors = {
         f"{group}/{name}": x
-        for group in ("model", "optimizer")
+        for group in ("model", "optimizer", "ema")
         for name, x in checkpoint.load(saved, group).items()
     }
     return torch.tensor(steps + evaluated[-1:], dtype=torch.float64), tensors

@@ -157,7 +157,7 @@ def test_each_setting_that_a_checkpoint_was_trained_with_is_compared(
         changed = open_checkpoint(rewritten(path, {}, {"resume_key": without}))
         section, _, field = name.partition(".")
         defaults = {"model": Model(), "attention": Attention()}
-        is_default = name in ("data.documents", "train.freeze") or (
+        is_default = name in ("data.documents", "train.freeze", "train.ema") or (
             section in defaults and defaults[section].model_dump(mode="json")[field] == key[name]
         )
         if is_default:

@@ -28,6 +28,7 @@ class Checkpoint:
 
     def __init__(self, path: Path, manifest: Manifest) -> None:
         self.path, self.manifest = path, manifest
+        self._reads_averages = False
         self._open_files: dict[str, Any] = {}
 
     @property
@@ -61,7 +62,14 @@ class Checkpoint:
         return self.manifest.tensors[name].dtype
 
     def files_of(self, group: str) -> list[str]:
-        return [name for name in self.files if name.startswith(f"{group}-")]
+        groups = ("model-", "ema-") if group == "model" and self._reads_averages else f"{group}-"
+        return [name for name in self.files if name.startswith(groups)]
+
+    def read_averages(self) -> None:
+        """Read the averages of weights in the place of those weights that have one."""
+        if "ema" not in self.groups:
+            raise UserError(f"{self.path} has no averages of weights: set train.ema in training")
+        self._reads_averages = True
 
     def check(self, files: Iterable[str] | None = None) -> None:
         """Compare the SHA-256 of these files, or of all, with the manifest.
@@ -94,6 +102,9 @@ class Checkpoint:
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
         """Return `region` of the tensor "group/name", or the full tensor, from all its shards."""
+        group, _, stem = name.partition("/")
+        if self._reads_averages and group == "model" and f"ema/{stem}" in self.manifest.tensors:
+            name = f"ema/{stem}"
         entry = self.manifest.tensors[name]
         full = Region.full(entry.shape)
         region = region or full

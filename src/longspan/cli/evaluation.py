@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspan.cli.parser import Commands
-from longspan.cli.shared import DONE, JSON, check_nproc
+from longspan.cli.shared import DONE, JSON, add_ema, check_nproc
 from longspan.errors import UserError
 from longspan.progress import loading, waiting
 from longspan.wording import counted
@@ -74,6 +74,7 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="number of processes that share samples and questions, each with the whole model",
     )
+    add_ema(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as SVG")
     parser.add_argument("--json", action="store_true", help=JSON)
 
@@ -101,7 +102,9 @@ def evaluate(args: argparse.Namespace) -> None:
     tasks = tuple(name for name in ("needle", "pairs") if getattr(args, name))
     wanted = Wanted(args.samples, tasks, args.trials)
     with waiting(f"evaluating {args.folder}"):
-        found = evaluate_model(args.folder, args.items, wanted, world, key_file=args.key_file)
+        found = evaluate_model(
+            args.folder, args.items, wanted, world, key_file=args.key_file, ema=args.ema
+        )
     if not world.is_main:
         return
     if args.json:
@@ -121,7 +124,7 @@ def _start_processes(args: argparse.Namespace) -> None:
     options = [f"--trials={args.trials}", f"--key-file={args.key_file}"]
     options += [f"--samples={args.samples}"] if args.samples is not None else []
     options += [f"--plot={args.plot}"] if args.plot is not None else []
-    options += [f"--{name}" for name in ("needle", "pairs", "json") if getattr(args, name)]
+    options += [f"--{name}" for name in ("needle", "pairs", "ema", "json") if getattr(args, name)]
     command = [sys.executable, "-m", "longspan", "eval", *options]
     command += ["--nproc", str(args.nproc), "--", str(args.folder), *args.items]
     code = run_processes(command, args.nproc, Path(os.devnull, "logs"))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from longspan.cli.parser import Commands
-from longspan.cli.shared import DONE, JSON, add_run_dir, check_nproc
+from longspan.cli.shared import DONE, JSON, add_ema, add_run_dir, check_nproc
 from longspan.errors import UserError
 from longspan.files import read_bounded
 from longspan.progress import loading, waiting
@@ -104,6 +104,7 @@ def add(commands: Commands) -> None:
         metavar="N",
         help="number of processes that split the model (tensor parallelism)",
     )
+    add_ema(parser)
     parser.add_argument("--json", action="store_true", help=f"{JSON}, one line for each prompt")
 
 
@@ -125,7 +126,7 @@ def generate(args: argparse.Namespace) -> None:
     world = world_of_environment()
     with ExitStack() as stack:
         with waiting(f"loading {args.run_dir}", quiet=not world.is_main):
-            opened = open_generator(args.run_dir, key_file=args.key_file, world=world)
+            opened = open_generator(args.run_dir, key_file=args.key_file, world=world, ema=args.ema)
             generator = stack.enter_context(opened)
         options = {name: getattr(args, name) for name in OPTIONS}
         sampling = generator.sampling(args.tokens, **options)
@@ -215,7 +216,7 @@ def _start_processes(args: argparse.Namespace) -> None:
         values = value if isinstance(value, list) else [value]
         flag = "--" + name.replace("_", "-")
         options += [f"{flag}={each}" for each in values if each is not None]
-    options += ["--json"] if args.json else []
+    options += [f"--{name}" for name in ("ema", "json") if getattr(args, name)]
     command = [sys.executable, "-m", "longspan", "generate", *options]
     command += [f"--nproc={args.nproc}", "--", str(args.run_dir)]
     code = run_processes(command, args.nproc, Path(os.devnull, "logs"))

@@ -49,6 +49,11 @@ def add_run_dir(parser: Parser, what: str = "folder of a run") -> None:
     )
 
 
+def add_ema(parser: Parser) -> None:
+    text = "use the averages of the weights that a run with train.ema has"
+    parser.add_argument("--ema", action="store_true", help=text)
+
+
 def split_items(items: Sequence[str]) -> tuple[Path | None, list[str]]:
     files = [item for item in items if "=" not in item]
     if len(files) > 1:

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from longspan.cli.parser import Commands
-from longspan.cli.shared import FAILED, JSON, add_run_dir
+from longspan.cli.shared import FAILED, JSON, add_ema, add_run_dir
 from longspan.errors import UserError
 from longspan.progress import loading, waiting
 from longspan.wording import counted
@@ -137,6 +137,7 @@ def _add_export(commands: Commands) -> None:
         default="fp32",
         help="dtype of the exported weights",
     )
+    add_ema(parser)
     parser.add_argument("--json", action="store_true", help=JSON)
 
 
@@ -146,6 +147,7 @@ def export(args: argparse.Namespace) -> None:
 
     with waiting(f"exporting {args.run_dir}"):
         options = {"step": args.step, "dtype": args.dtype, "key_file": args.key_file}
+        options["ema"] = args.ema
         exported = export(args.run_dir, args.out, **options)
     print(json.dumps(asdict(exported)) if args.json else exported)
 

@@ -56,6 +56,9 @@ class Train(Section):
     """AdamW's epsilon, added to the denominator for numerical stability."""
     grad_clip: Annotated[float, Field(ge=0)] = 1.0
     """Maximum global gradient norm; 0 turns gradient clipping off."""
+    ema: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Decay of an exponential moving average of the weights, such as 0.999, which checkpoints hold
+    beside them and `longspan eval`, `generate` and `export` use with --ema; 0 averages nothing."""
     freeze: Annotated[tuple[str, ...], Field(strict=False)] = ()
     """Globs over the names of parameters that are not trained (`["embedding.*", "blocks.0.*"]`):
     they have no gradient and no optimizer state."""

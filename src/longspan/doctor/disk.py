@@ -34,7 +34,7 @@ def check_disk(run: Run, run_dir: Path) -> Iterator[Finding]:
     folder = existing_folder(run_dir)
     found = os.statvfs(folder)
     free = found.f_bavail * found.f_frsize
-    size = None if run.model.factory else checkpoint_bytes(run.model, run.train.freeze)
+    size = None if run.model.factory else checkpoint_bytes(run.model, run.train)
     seen = f"{size_text(free)} free in {folder}"
     if size is None:
         yield Finding("disk space", "ok", f"{seen}; the size of a task's checkpoint is not known")

@@ -27,6 +27,7 @@ from longspan.attention import KVCaches
 from longspan.checkpoint import Region, TensorShard
 from longspan.config import Layout, Train
 from longspan.engines.agreement import Settings
+from longspan.engines.average import EMA
 from longspan.engines.deepspeed_internals import Fragment, ZeroPartitions, silence
 from longspan.engines.loss_scale import LossScale
 from longspan.engines.protocol import InferenceModel, MakeOptimizer, ReadTensor, StepCheck
@@ -70,6 +71,7 @@ class DeepSpeedEngine:
         self._mesh, self._device, self._forward_context = mesh, device, forward_context
         self._spec, self._micro_batch = spec, train.micro_batch
         self._max_norm = train.grad_clip or math.inf
+        self._state_keys = (*MOMENTS, EMA) if train.ema else MOMENTS
         self._stage: int = settings["zero_optimization"]["stage"]
         self.shapes = spec.shapes
         for key in ("optimizer", "scheduler"):  # ours
@@ -169,7 +171,7 @@ class DeepSpeedEngine:
     def tensor_shards(self) -> dict[str, TensorShard]:
         shards: dict[str, TensorShard] = {}
         state, is_main = self.optimizer.state, self._mesh.world.is_main
-        keys = [None, *(MOMENTS if state else ())]
+        keys = [None, *(self._state_keys if state else ())]
         for local in self._local_parameters() if self._stage or is_main else ():
             is_trained = local.parameter.requires_grad
             if not is_trained and self._stage < 3 and not is_main:
@@ -213,10 +215,10 @@ class DeepSpeedEngine:
             state = self.optimizer.state[flat]
             if not state:
                 with self._partitions.swapped_in(group, writes=True):
-                    state |= {key: torch.zeros_like(flat) for key in MOMENTS}
+                    state |= {key: torch.zeros_like(flat) for key in self._state_keys}
             state["step"] = step.to(flat.device, copy=True)
         for local in self._local_parameters(writes=True):
-            for key in MOMENTS:
+            for key in self._state_keys:
                 if (local.name, key) in saved:
                     values = _read(local, f"{local.name}.{key}", read)
                     self._values(local, key).copy_(values)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.config import Train
+from longspan.engines.average import EMA, track_average
 from longspan.engines.deepspeed_internals import full_dims
 from longspan.engines.muon import MOMENTUM, Muon, is_matrix
 from longspan.errors import UserError
@@ -26,7 +27,17 @@ ADAMW_KEYS = {"exp_avg", "exp_avg_sq", "step"}
 
 
 def build_optimizer(model: nn.Module, train: Train) -> torch.optim.Optimizer:
-    """The run's optimizer. Weight decay applies to matrices, not to norms and biases."""
+    """The run's optimizer, which also averages weights if the run does.
+
+    Weight decay applies to matrices, not to norms and biases.
+    """
+    optimizer = _build(model, train)
+    if train.ema:
+        track_average(optimizer, train.ema)
+    return optimizer
+
+
+def _build(model: nn.Module, train: Train) -> torch.optim.Optimizer:
     kinds: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     matrices: list[nn.Parameter] = []
     for name, p in named_parameters(model):
@@ -124,7 +135,7 @@ def load_optimizer_tensor(
         optimizer.state[parameter][key] = value.to(device)
         return
     state = from_local_like(value, parameter)
-    if hasattr(optimizer, "_new_buffer"):  # torchao's
+    if hasattr(optimizer, "_new_buffer") and key != EMA:  # torchao's
         values = to_local(state)
         state = optimizer._new_buffer(parameter, signed=key == "exp_avg")
         _quantize_into(to_local(state), values)

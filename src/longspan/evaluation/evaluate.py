@@ -83,14 +83,20 @@ def evaluate(
     world: World,
     *,
     key_file: str = "",
+    ema: bool = False,
 ) -> Evaluation:
-    """Evaluate the model in a run folder or a Hugging Face folder, on its validation split."""
+    """Evaluate the model in a run folder or a Hugging Face folder, on its validation split.
+
+    With `ema` the weights are the averages of `train.ema`.
+    """
     step, changes = None, list[str]()
     if is_huggingface_folder(folder):
+        if ema:
+            raise UserError(f"--ema needs the folder of a run, but {folder} is of Hugging Face")
         run, model = load_huggingface(folder, overrides)
         changes = read_folder_config(folder).changes(run)
     else:
-        run, model, step = load_trained(folder, key_file, overrides)
+        run, model, step = load_trained(folder, key_file, overrides, ema=ema)
     source = _open(folder, run)
     device = model.embedding.weight.device
     samples = []

@@ -82,10 +82,17 @@ EXPORT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.fl
 
 
 def export(
-    run_dir: Path, out: Path, *, step: int | None = None, dtype: str = "fp32", key_file: str = ""
+    run_dir: Path,
+    out: Path,
+    *,
+    step: int | None = None,
+    dtype: str = "fp32",
+    key_file: str = "",
+    ema: bool = False,
 ) -> Exported:
     """Export the newest checkpoint of a run, or that of `step`, in a dtype of EXPORT_DTYPES.
 
+    With `ema` the weights are the averages of `train.ema`.
     It must be signed with the key in `key_file`, or else in the run's. A run that started from a
     folder of Hugging Face, on data of its tokenizer, gives back that folder's tokenizer files and
     generation settings.
@@ -104,6 +111,8 @@ def export(
     if out.exists():
         raise UserError(f"{out} already exists: choose another folder")
     saved = open_checkpoint(path, read_key(key_file or run.checkpoint.key_file))
+    if ema:
+        saved.read_averages()
     saved.check(saved.files_of("model"))
     tokenizer, side = tokenizer_of(run_dir, run), run_dir / SIDE_FOLDER
     has_side = is_tokenizer_of(side, tokenizer)

@@ -111,7 +111,8 @@ class _Counts:
             if is_trained:
                 self.trained += p.copies * p.local
                 self.trained_gathered += p.copies * p.gathered
-                self.moments += p.copies * _moment_bytes(p.local, kind)
+                average = FP32_BYTES * p.local if run.train.ema else 0
+                self.moments += p.copies * (_moment_bytes(p.local, kind) + average)
             if block is None:
                 self.outside_blocks += p.gathered
                 if is_trained:

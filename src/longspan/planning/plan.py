@@ -170,7 +170,7 @@ def plan(run: Run, gpus: int, device: Device | None = None, tokens: int | None =
         attention_flops=attention / context,
         stages=memory_per_rank(run, gpus),
         micro_batch_tokens=run.train.micro_batch * context // ranks["sequence"],
-        checkpoint_bytes=checkpoint_bytes(run.model, run.train.freeze),
+        checkpoint_bytes=checkpoint_bytes(run.model, run.train),
         alternatives=_alternatives(run, gpus),
         forecast=None if device is None else forecast(run, gpus, device, tokens),
         ladder=None if device is None else ladder(run, gpus, device, int(usable_memory(device))),

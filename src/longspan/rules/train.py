@@ -109,6 +109,9 @@ def _deepspeed_problems(
         # The decoder fails in its backward pass, and gradients of other models were wrong.
         message = '"selective" is not supported with DeepSpeed and ZeRO-3: use "full" or ZeRO-2'
         yield Problem("train.activation_checkpointing", message)
+    if train.ema and "nvme" in (engine.offload_optimizer, engine.offload_param):
+        message = "is not supported with parameters or optimizer state on NVMe"
+        yield Problem("train.ema", f'{message}: use "cpu", or remove it')
     for key, min_stage in (("offload_optimizer", 1), ("offload_param", 3)):
         target = getattr(engine, key)
         needed = 3 if target == "nvme" else min_stage

@@ -179,8 +179,7 @@ def dump_run(run: Run) -> str:
         del tables["attention"]
     if run.layout.is_unresolved:
         tables["layout"] = AUTO
-    if run.train.epochs is not None:
-        del tables["train"]["steps"]  # which follow
+    tables["train"].pop("epochs", None)  # the steps are known now, without the data
     return tomli_w.dumps(tables)
 
 

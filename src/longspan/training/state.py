@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from longspan.checkpoint import (
-    FLOATS,
     Checkpoint,
     Region,
     TensorShard,
@@ -31,16 +30,21 @@ from longspan.config import Attention, Model, Run
 from longspan.costs import is_adapter
 from longspan.data import Source
 from longspan.engines import Engine
-from longspan.engines.muon import Muon
-from longspan.engines.optimizer import ADAMW_KEYS, state_keys
+from longspan.engines.average import EMA
 from longspan.engines.protocol import ReadTensor
 from longspan.errors import Damaged, Diverged, UserError, first_problem
 from longspan.export.lora import base_key
-from longspan.models import Decoder
 from longspan.parallel.collectives import all_reduce_max
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.parameters import persistent_buffers
 from longspan.training.guard import Guard, NormAverage
+from longspan.training.optimizer_state import (
+    check_averages,
+    check_optimizer,
+    check_own_optimizer,
+    group_of_average,
+    read_optimizer,
+)
 from longspan.wording import counted
 
 MAX_SAMPLES, MAX_SKIPPED = 1 << 40, 1 << 32
@@ -56,7 +60,7 @@ SCALER = {
 """The state of fp16's loss scale, and what it may be."""
 MERSENNE_TWISTER = slice(24, 24 + 624 * 8)
 """The words of the CPU's generator within the bytes of its state."""
-GROUPS = {"model", "optimizer", "rng", "buffers"}
+GROUPS = {"model", "optimizer", "rng", "buffers", EMA}
 
 
 class SavedState(BaseModel):
@@ -96,6 +100,7 @@ def resume_key(run: Run, source: Source) -> dict[str, Any]:
         "data.documents": "isolate" if run.data.isolates else "join",
         "train.seed": run.train.seed,
         "train.freeze": list(run.train.freeze),
+        "train.ema": run.train.ema,
         **base_key(run),
         DATA: f"{source.describe()}; SHA-256 {source.fingerprint}",
     }
@@ -154,7 +159,7 @@ class TrainState:
 
     def tensor_shards(self) -> dict[str, TensorShard]:
         """The tensors that this rank saves, by "group/name"."""
-        shards = self.engine.tensor_shards()
+        shards = {group_of_average(n): x for n, x in self.engine.tensor_shards().items()}
         if self.mesh.world.is_main:
             shards |= {f"rng/{name}": TensorShard.full(x) for name, x in rng_states().items()}
             buffers = persistent_buffers(self.engine.model)
@@ -180,10 +185,11 @@ class TrainState:
         check_shapes(stored, saved)
         _check_groups(saved)
         if self.has_own_optimizer:
-            optimizer = _check_own_optimizer(saved)
+            optimizer = check_own_optimizer(saved)
         else:
             has_stepped = state.norm_average.steps > 0
-            optimizer = _check_optimizer(saved, self.engine, has_stepped=has_stepped)
+            optimizer = check_optimizer(saved, self.engine, has_stepped=has_stepped)
+            optimizer += check_averages(saved, self.engine, has_stepped=has_stepped)
         buffers = _read_buffers(saved, persistent_buffers(self.engine.model))
         rng = _read_rng_states(saved)
         self.is_whole = False
@@ -196,7 +202,7 @@ class TrainState:
         self.engine.load_weights(read)
         for buffer, values in buffers:
             buffer.copy_(values)
-        self.engine.load_optimizer(optimizer, partial(_read_optimizer, saved))
+        self.engine.load_optimizer(optimizer, partial(read_optimizer, saved))
         self.engine.load_scaler_state(state.scaler)
         set_rng_states(rng, saved.path)
         self.guard.load_norm_average(state.norm_average)
@@ -246,66 +252,9 @@ def read_saved_state(saved: Checkpoint) -> SavedState:
     return state
 
 
-def _check_optimizer(
-    saved: Checkpoint, engine: Engine, *, has_stepped: bool
-) -> list[tuple[str, str, bool]]:
-    """Return (parameter, key, is scalar) of a checkpoint's optimizer state, if it is complete.
-
-    `has_stepped`: whether a step was applied; without one, as when all were skipped, there may be
-    no state.
-    """
-    shapes, found = saved.shapes("model"), saved.shapes("optimizer")
-    model, optimizer = engine.model, engine.optimizer
-    assert isinstance(model, Decoder)
-    expected = {
-        f"{name}.{key}": () if key == "step" else shape
-        for name, shape in shapes.items()
-        if model.trains(name)
-        for key in state_keys(optimizer, name, shape)
-    }
-    kind = "Muon" if isinstance(optimizer, Muon) else "AdamW"
-    for name in sorted(expected.keys() | found.keys()) if found or has_stepped else ():
-        if found.get(name) != expected.get(name):
-            raise UserError(
-                f"the optimizer state in {saved.path} is not that of {kind} for this model: {name} "
-                f"has shape {found.get(name)}, expected {expected.get(name)}; use the "
-                "train.optimizer or the checkpoint of before, or start a new run"
-            )
-        dtype = saved.dtype(f"optimizer/{name}")
-        if expected[name] != () and dtype not in FLOATS:
-            raise UserError(f"{name} is {dtype} in {saved.path}, not floating point")
-    return [(*_split(name), not shape) for name, shape in found.items()]
-
-
 def _check_groups(saved: Checkpoint) -> None:
     if unknown := saved.groups - GROUPS:
         raise UserError(f"{saved.path} holds tensors of an unknown kind: {min(unknown)}")
-
-
-def _check_own_optimizer(saved: Checkpoint) -> list[tuple[str, str, bool]]:
-    """The same for a user's optimizer or model, where parameters that no loss has used have none.
-
-    An optimizer other than AdamW may keep other state for some parameters than for others.
-    """
-    shapes, found = saved.shapes("model"), saved.shapes("optimizer")
-    keys: dict[str, set[str]] = {}
-    for name, shape in found.items():
-        parameter, key = _split(name)
-        if parameter not in shapes or shape not in ((), shapes[parameter]):
-            raise UserError(
-                f"the optimizer state in {saved.path} does not fit this model: {name} has shape "
-                f"{shape}, and the parameter {shapes.get(parameter)}"
-            )
-        keys.setdefault(parameter, set()).add(key)
-    expected = set().union(*keys.values())
-    if expected - ADAMW_KEYS:
-        expected = set()
-    for parameter, have in keys.items():
-        if missing := expected - have:
-            raise UserError(
-                f"the optimizer state in {saved.path} has no {min(missing)} of {parameter}"
-            )
-    return [(*_split(name), not shape) for name, shape in found.items()]
 
 
 def _read_buffers(saved: Checkpoint, buffers: Mapping[str, Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -328,18 +277,6 @@ def _read_buffers(saved: Checkpoint, buffers: Mapping[str, Tensor]) -> list[tupl
     return pairs
 
 
-def _split(name: str) -> tuple[str, str]:
-    parameter, _, key = name.rpartition(".")
-    return parameter, key
-
-
-def _read_optimizer(saved: Checkpoint, name: str, region: Region) -> Tensor:
-    values = saved.read(f"optimizer/{name}", region)
-    if name.endswith(".step") and not 0 <= float(values) <= saved.step:
-        raise UserError(f"{saved.path} is of step {saved.step}, but {name} is {float(values):g}")
-    return values
-
-
 def _check_unchanged(
     path: Path, was: Mapping[str, Any], now: Mapping[str, Any], accepts_other_data: bool
 ) -> None:
@@ -348,7 +285,12 @@ def _check_unchanged(
     A key of [model], [attention] or [data] that it does not have is of a later version, and so had
     its default.
     """
-    defaults = {**_sections(Model(), Attention()), "data.documents": "join", "train.freeze": []}
+    defaults = {
+        **_sections(Model(), Attention()),
+        "data.documents": "join",
+        "train.freeze": [],
+        "train.ema": 0.0,
+    }
     was = {**{key: value for key, value in defaults.items() if key in now}, **was}
     changed = {key for key in was.keys() | now.keys() if now.get(key) != was.get(key)}
     lines = [f"  {key} was {was.get(key)}\n  {key} is  {now.get(key)}" for key in sorted(changed)]
