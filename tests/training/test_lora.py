@@ -106,6 +106,9 @@ def test_updates_are_not_added_to_other_weights(base: Path, tmp_path: Path) -> N
     for use in (lambda: export(run_dir, tmp_path / "hf"), lambda: load_trained(run_dir)):
         with pytest.raises(UserError, match=r"trained on other weights than train\.init_from"):
             use()
+    shutil.rmtree(moved)
+    with pytest.raises(UserError, match="base has no weights, which LoRA adds its updates to"):
+        export(run_dir, tmp_path / "hf")
     assert not (tmp_path / "hf").exists()
 
 

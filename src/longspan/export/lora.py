@@ -88,8 +88,10 @@ def fingerprint(folder: Path) -> str:
     Training changes every tensor, so that samples tell other weights; reading all of them at every
     start would take minutes.
     """
-    digest = hashlib.sha256()
-    for path in sorted(folder.glob("*.safetensors")):
+    digest, paths = hashlib.sha256(), sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise UserError(f"{folder} has no weights, which LoRA adds its updates to: restore them")
+    for path in paths:
         try:
             with open_regular(path, within=cache_root(folder)) as file:
                 size = os.fstat(file.fileno()).st_size
