@@ -270,3 +270,26 @@ def test_presets_have_the_parameters_of_the_published_models(preset: str) -> Non
 def test_every_preset_of_a_published_model_is_counted() -> None:
     assert {name for name, keys in MODELS.items() if "family" in keys} == set(PUBLISHED)
     assert Model().family == "llama"
+
+
+EXPORTED = {
+    "window": ["attention.kind=window", "attention.window=10"],
+    "sinks": ["attention.kind=window", "attention.window=10", "attention.sinks=4"],
+    "dilated": ["attention.kind=dilated"],
+    "some": ['attention.layers=[{kind="window",window=8},{kind="dense"}]'],
+    "two": ['attention.layers=[{kind="window",window=8},{kind="window",window=20}]'],
+}
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "ministral", "qwen2", "qwen3", "gemma"])
+@pytest.mark.parametrize("pattern", EXPORTED)
+def test_a_pattern_is_read_as_it_was_exported(pattern: str, family: str, tmp_path: Path) -> None:
+    from longspan.export.config_json import hf_config
+
+    activation = "model.activation=" + ("gelu_tanh" if family == "gemma" else "silu")
+    run = load_run(None, [f"model.family={family}", activation, *EXPORTED[pattern]])
+    (tmp_path / "config.json").write_text(json.dumps(hf_config(run, {})))
+    config = read_folder_config(tmp_path)
+    found = config.pattern(run.data.context).settings(run.model.layers)
+    assert found == run.attention.settings(run.model.layers)
+    assert config.changes(run) == []

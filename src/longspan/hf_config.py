@@ -190,7 +190,7 @@ class FolderConfig(BaseModel):
 
     def disagreement(self) -> str | None:
         """What is wrong if the sliding window is not the pattern of the table `longspan`."""
-        if self.window is None or self.attention.kinds == ("dense",):
+        if not any(self.windows) or self.attention.kinds == ("dense",):
             return None
         if self.attention.settings(self.layers) == self.window_pattern().settings(self.layers):
             return None
