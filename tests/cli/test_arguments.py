@@ -13,7 +13,8 @@ from longspan.cli.arguments import build_parser, parse
 from longspan.cli.launch import TARGETS
 from longspan.cli.parser import WIDTH, Parser
 
-NO_RESULT = {"watch", "config schema", "init", "completion", "checkpoint rm", "_complete", "node"}
+NO_RESULT = {"watch", "config schema", "init", "completion", "_complete", "node"}
+NO_RESULT |= {"checkpoint rm", "checkpoint fork"}
 NO_RESULT |= {f"launch {target.name}" for target in TARGETS}
 """Commands that print JSON anyway, write or print a file, or print nothing."""
 

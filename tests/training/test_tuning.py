@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import random
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 import torch
 
 from longspan.checkpoint import load
+from longspan.cli import main
 from longspan.costs import count_trained
 from longspan.data import open_source
 from longspan.data.build import build
 from longspan.data.source import TokenSource
 from longspan.errors import UserError
+from longspan.export.huggingface import export
 from longspan.models import new_decoder
 from longspan.models.decoder import initial_weight
 from longspan.planning import memory_per_rank
@@ -54,7 +57,7 @@ FREEZE = 'train.freeze=["embedding.*","blocks.0.*"]'
 SMALL = [
     *("model.hidden=32", "model.heads=2", "model.ffn=48", "data.context=64", "track.prompt="),
     *("attention.kind=dense", "train.warmup_steps=1", "train.eval_samples=1"),
-    *("train.schedule=constant", "train.lr=0.01"),
+    *("train.schedule=constant", "train.lr=0.01", "data.source=recall", "data.recall_pairs=4"),
 ]
 
 
@@ -236,3 +239,41 @@ def test_a_run_with_dropout_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     train(load_run(None, [*options, "train.steps=3"]), tmp_path / "resumed", resume=True)
     expected, found = tensors(tmp_path / "whole", 3), tensors(tmp_path / "resumed", 3)
     assert all(torch.equal(found[name], x) for name, x in expected.items())
+
+
+def test_a_stable_run_is_continued_and_any_of_its_checkpoints_is_decayed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wsd = ["train.schedule=wsd", "train.decay_steps=2", "train.steps=4"]
+    train(load_run(None, [*SMALL, *wsd]), tmp_path / "whole")
+    kept = [*SMALL, "checkpoint.every=1", "checkpoint.keep_every=1"]
+    train(load_run(None, [*kept, "train.steps=2"]), tmp_path / "stable")
+    train(load_run(None, [*kept, "train.steps=3"]), tmp_path / "stable", resume=True)
+    command = ["checkpoint", "fork", str(tmp_path / "stable")]
+    assert main([*command, "2", str(tmp_path / "fork")]) == 0
+    saved = tmp_path / "fork" / "run.toml"
+    train(load_run(saved, wsd), tmp_path / "fork", resume=True)
+    expected, found = tensors(tmp_path / "whole", 4), tensors(tmp_path / "fork", 4)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    longer = ["train.schedule=wsd", "train.decay_steps=2", "train.steps=5"]
+    train(load_run(None, [*kept, *longer]), tmp_path / "stable", resume=True)
+    train(load_run(None, [*SMALL, *longer]), tmp_path / "longer")
+    expected, found = tensors(tmp_path / "longer", 5), tensors(tmp_path / "stable", 5)
+    assert all(torch.equal(found[name], x) for name, x in expected.items())
+    assert main([*command, "2", str(tmp_path / "fork")]) == 2
+    assert "already exists" in capsys.readouterr().err
+    assert main([*command, "9", str(tmp_path / "other")]) == 2
+    assert "has no checkpoint of step 9, only of 1, 2, 3, 4, 5" in capsys.readouterr().err
+
+
+def test_weights_of_a_folder_are_decayed_from_the_first_step(tmp_path: Path) -> None:
+    train(load_run(None, [*SMALL, "train.steps=1"]), tmp_path / "run")
+    export(tmp_path / "run", tmp_path / "hf")
+    options = [f"train.init_from={tmp_path / 'hf'}", "train.warmup_steps=0"]
+    options += ["train.schedule=linear", "train.min_lr_ratio=0"]
+    run = load_run(None, [*SMALL, *options, "train.steps=2", "track.log_every=1"])
+    train(run, tmp_path / "decayed")
+    lines = (tmp_path / "decayed" / "metrics.jsonl").read_text().splitlines()
+    rates = [line["lr"] for line in map(json.loads, lines) if "lr" in line]
+    assert rates == pytest.approx([0.01, 0.005])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -155,7 +157,7 @@ def export(args: argparse.Namespace) -> None:
 def _add_checkpoint(commands: Commands) -> None:
     parser = commands.add(
         "checkpoint",
-        "list, verify or remove the checkpoints of a run",
+        "list, verify, remove or fork the checkpoints of a run",
         "checkpoint ls runs/first",
         group=GROUP,
     )
@@ -178,6 +180,15 @@ def _add_checkpoint(commands: Commands) -> None:
     rm.add_argument(
         "steps", type=int, nargs="+", metavar="STEP", help="steps whose checkpoints to remove"
     )
+    fork = actions.add(
+        "fork",
+        "copy a checkpoint to a new run folder, to be resumed from there",
+        "checkpoint fork runs/first 500 runs/decayed",
+        verb=checkpoint_fork,
+    )
+    add_run_dir(fork)
+    fork.add_argument("step", type=int, metavar="STEP", help="step of the checkpoint")
+    fork.add_argument("out", type=Path, metavar="OUT", help="new run folder")
 
 
 def checkpoint_list(args: argparse.Namespace) -> None:
@@ -202,6 +213,15 @@ def checkpoint_rm(args: argparse.Namespace) -> None:
 
     with waiting(f"verifying {args.run_dir}"):  # to keep the last intact one
         remove_steps(args.run_dir / "checkpoints", args.steps, _signing_key(args))
+
+
+def checkpoint_fork(args: argparse.Namespace) -> None:
+    with loading():
+        from longspan.training.folder import fork
+
+    with waiting(f"copying step {args.step} of {args.run_dir}"):
+        fork(args.run_dir, args.step, args.out, _signing_key(args))
+    print(f"resume it with longspan train --resume {shlex.quote(str(args.out))}", file=sys.stderr)
 
 
 def _signing_key(args: argparse.Namespace) -> bytes | None:
