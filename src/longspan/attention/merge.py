@@ -30,6 +30,8 @@ Forward = Callable[..., tuple[Tensor, Tensor]]
 """q, k, v and options to the output and its log-sum-exp."""
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """The output's gradient, q, k, v, the merged output and log-sum-exp, and options to gradients."""
+CUDNN_PAIRS = 1 << 24
+"""Pairs of a query and a key, per head, from which on cuDNN is used."""
 ROWS = 4096
 """Tokens whose δ is computed at a time for the gradient of sinks: float32 takes little memory."""
 
@@ -51,7 +53,7 @@ def attend_partial(
 
     k, v: (batch, keys, kv_heads, head_dim). Causal attention needs as many keys as queries.
     """
-    if q.device.type == "cuda" and not _has_cudnn(q):
+    if q.device.type == "cuda" and not _has_cudnn(q, k):
         out, lse = flash_attention(q, k, v, is_causal=is_causal, scale=scale)
         return out, lse.transpose(1, 2)
     if q.device.type == "cuda":
@@ -69,7 +71,7 @@ def partial_gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The partial's share of the gradients of q, k and v, given the merged `out` and `lse`."""
-    if q.device.type == "cuda" and not _has_cudnn(q):
+    if q.device.type == "cuda" and not _has_cudnn(q, k):
         lse = lse.transpose(1, 2).contiguous()
         return flash_attention_backward(grad, q, k, v, out, lse, is_causal=is_causal, scale=scale)
     if q.device.type == "cuda":
@@ -180,8 +182,13 @@ def stored_sink_gradient(
     return sink_gradient(grad, out, lse.transpose(1, 2) * unit, sinks)
 
 
-def _has_cudnn(q: Tensor) -> bool:
-    """Whether cuDNN's kernel is faster; it is not deterministic."""
+def _has_cudnn(q: Tensor, k: Tensor) -> bool:
+    """Whether cuDNN's kernel is faster; it is not deterministic.
+
+    It plans every new shape for tens of milliseconds, which few queries over few keys do not pay.
+    """
+    if q.shape[1] * k.shape[1] < CUDNN_PAIRS:
+        return False
     has_cudnn = torch.backends.cudnn.is_available()  # type: ignore[no-untyped-call]
     if torch.are_deterministic_algorithms_enabled() or not has_cudnn:
         return False

@@ -41,8 +41,10 @@ class SelfAttention(nn.Module):
     def __init__(self, model: Model, pattern: Pattern, linear: MakeLinear) -> None:
         super().__init__()
         self.pattern = pattern
-        self.attend = attend
-        """The attention function; `attend_sharded` replaces it when ranks split the sequence."""
+        self.attend: Callable[..., Tensor] = attend
+        """The attention function; `attend_sharded` replaces it when ranks split the sequence, and
+        `ChunkAttention` when it is walked in chunks.
+        """
         self.head_dim = model.head_dim
         self.sinks = nn.Parameter(torch.empty(model.heads)) if model.learnable_sinks else None
         q_dim, kv_dim = model.heads * model.head_dim, model.kv_heads * model.head_dim

@@ -11,14 +11,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from longspan.attention import KVCaches, Shards
-from longspan.attention.context_parallel.chunks import Walk, attend_in_chunks
+from longspan.attention.context_parallel.chunks import ChunkAttention, Walk
 from longspan.attention.packed import document_starts
 from longspan.models.decoder import Decoder, SelfAttention, document_positions
 from longspan.parallel.pipeline import ForwardContext
@@ -45,7 +44,7 @@ class ChunkedDecoder:
         self._walk = Walk(offload=offload)
         attentions = (m for m in model.modules() if isinstance(m, SelfAttention))
         for layer, attention in enumerate(attentions):
-            attention.attend = partial(attend_in_chunks, walk=self._walk, layer=layer)
+            attention.attend = ChunkAttention(self._walk, layer)
 
     def backward(
         self,

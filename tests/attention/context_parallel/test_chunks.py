@@ -8,7 +8,7 @@ from torch import Tensor
 
 from longspan.attention import BlockSparse, Dense, Dilated, Heads, Pattern, Shards, Window
 from longspan.attention.context_parallel.chunk_plan import kept_rows, open_rows
-from longspan.attention.context_parallel.chunks import Walk, attend_in_chunks
+from longspan.attention.context_parallel.chunks import ChunkAttention, Walk
 from longspan.attention.oracle import attend_oracle
 from longspan.attention.packed import Packed
 from longspan.parallel.chunks import chunk_boundaries
@@ -34,7 +34,7 @@ def walk_in_chunks(
         walk.enter(chunk, keeps=keeps)
         local = shards.local_range(chunk)
         inputs = (x[:, local.start : local.stop] for x in qkv)
-        return attend_in_chunks(*inputs, pattern, walk=walk, layer=0, sink_logits=sinks)
+        return ChunkAttention(walk, 0)(*inputs, pattern, sink_logits=sinks)
 
     inputs = [*qkv, *([] if sinks is None else [sinks])]
     with torch.no_grad():

@@ -61,37 +61,44 @@ def kept_rows(pattern: Pattern, shards: Shards, heads: Heads) -> tuple[Tensor, .
 
 @cached_up_to(CACHED_BYTES)
 @torch.inference_mode(False)
+def open_slots(pattern: Pattern, shards: Shards, chunk: int, heads: Heads) -> Tensor:
+    """The slots of the rows that are open before a chunk, in order."""
+    boundary = shards.boundaries[chunk]
+    return _slots(pattern, shards, heads, open_rows(pattern, boundary, shards.tokens, heads))
+
+
+def _slots(pattern: Pattern, shards: Shards, heads: Heads, positions: tuple[Tensor, ...]) -> Tensor:
+    """The slots of rows at sorted positions, which each key head has."""
+    found, first = [], 0
+    for kept, rows in zip(kept_rows(pattern, shards, heads), positions, strict=True):
+        found.append(first + torch.searchsorted(kept, rows))
+        first += len(kept)
+    return torch.cat(found)
+
+
+@cached_up_to(CACHED_BYTES)
+@torch.inference_mode(False)
 def plan_chunk(
     pattern: Pattern, shards: Shards, chunk: int, heads: Heads, device: torch.device,
     rows_device: torch.device,
 ) -> ChunkPlan:  # fmt: skip
     """The plan of one chunk, for keys on `device` and rows that are kept on `rows_device`."""
-    kept, tokens, local = (
-        kept_rows(pattern, shards, heads),
-        shards.tokens,
-        shards.local_range(chunk),
-    )
-    ends = [0, *torch.tensor([len(rows) for rows in kept]).cumsum(0).tolist()]
-
-    def slots(positions: tuple[Tensor, ...]) -> Tensor:
-        found = [
-            end + torch.searchsorted(rows, x)
-            for end, rows, x in zip(ends, kept, positions, strict=False)
-        ]
-        return torch.cat(found)
-
+    tokens, local = shards.tokens, shards.local_range(chunk)
     before = open_rows(pattern, local.start, tokens, heads)
     after = open_rows(pattern, local.stop, tokens, heads)
     own = tuple(x[torch.searchsorted(x, local.start) :] for x in after)
     read = remote_rows(pattern, shards, chunk, heads, True) if chunk else before
     keep_index = [(x - local.start) * heads.keys + head for head, x in enumerate(own)]
-    keep_slots, read_slots, slots_before = slots(own), slots(read), slots(before)
-    slots_after = slots(after)
-    is_own = torch.zeros(len(slots_after), dtype=torch.bool)
-    is_own[torch.searchsorted(slots_after, keep_slots)] = True
-    carried = (~is_own).nonzero()[:, 0]
+    slots_before = open_slots(pattern, shards, chunk, heads)
+    slots_after = open_slots(pattern, shards, chunk + 1, heads)
+    is_own = torch.cat([x >= local.start for x in after])
+    keep_slots, carried = slots_after[is_own], (~is_own).nonzero()[:, 0]
     carried_to = torch.searchsorted(slots_before, slots_after[carried])
-    read_to = torch.searchsorted(slots_before, read_slots)
+    if all(map(torch.equal, read, before)):  # as for most patterns
+        read_slots, read_to = slots_before, torch.arange(len(slots_before))
+    else:
+        read_slots = _slots(pattern, shards, heads, read)
+        read_to = torch.searchsorted(slots_before, read_slots)
     begin = 0
     if isinstance(pattern, Packed):
         begin, _, _ = next(pattern.documents(local.start, local.stop))

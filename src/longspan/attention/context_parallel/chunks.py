@@ -93,26 +93,44 @@ class Walk:
         return torch.device("cpu") if self.offload else like.device
 
 
-@never_compiled
-def attend_in_chunks(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    pattern: Pattern,
-    *,
-    walk: Walk,
-    layer: int,
-    documents: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-) -> Tensor:
-    """`attend`, causal, for the chunk that `walk` is at.
+@dataclass(frozen=True, eq=False)
+class ChunkAttention:
+    """The attention function of one layer of a walk.
 
-    q: (batch, tokens of the chunk, heads, head_dim); k, v: the same with a divisor of q's heads.
-    A walk knows its documents itself; `documents` are those of a whole sequence, outside of a walk.
+    An object, of which torch.compile sees the class alone: it would compile a block anew for the
+    number of each layer.
     """
-    if walk.shards is None:
-        return attend(q, k, v, pattern, documents=documents, sink_logits=sink_logits)
-    assert documents is None
+
+    walk: Walk
+    layer: int
+
+    @never_compiled
+    def __call__(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pattern: Pattern,
+        *,
+        documents: Tensor | None = None,
+        sink_logits: Tensor | None = None,
+    ) -> Tensor:
+        """`attend`, causal, for the chunk that the walk is at.
+
+        q: (batch, tokens of the chunk, heads, head_dim); k, v: the same with a divisor of q's
+        heads. `documents`: those of a whole sequence outside of a walk, which knows its own.
+        """
+        if self.walk.shards is None:
+            return attend(q, k, v, pattern, documents=documents, sink_logits=sink_logits)
+        assert documents is None
+        return _attend_in_chunk(q, k, v, pattern, sink_logits, self.walk, self.layer)
+
+
+def _attend_in_chunk(
+    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, sink_logits: Tensor | None, walk: Walk,
+    layer: int,
+) -> Tensor:  # fmt: skip
+    assert walk.shards is not None
     if walk.documents:
         pattern = Packed(pattern, walk.documents)
     scale, mask = q.shape[-1] ** -0.5, Mask(pattern, sink_logits=sink_logits)

@@ -162,7 +162,8 @@ def split_dilated(
 def _received_index(plan: RowPlan, heads: Heads, head: int, rows: range) -> Tensor:
     """The indices among the received rows of positions that a query head sees."""
     key_head = head * heads.keys // heads.queries
-    places = torch.searchsorted(plan.positions[key_head], torch.tensor(rows))
+    seen = torch.arange(rows.start, rows.stop, rows.step)
+    places = torch.searchsorted(plan.positions[key_head], seen)
     return plan.places[key_head][places]
 
 
