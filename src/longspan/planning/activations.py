@@ -16,6 +16,7 @@ import math
 from dataclasses import dataclass
 
 from longspan.attention import BlockSparse, Dense, Dilated, Heads, patterns_of
+from longspan.attention.kernels.schedule import schedule_branches
 from longspan.config import Run
 from longspan.constants import KERNEL_LOSS_CHUNK, LOSS_CHUNK
 from longspan.costs import linear_sizes, rank_of
@@ -205,11 +206,11 @@ class Activations:
             return min(SCRATCH_BYTES, train.micro_batch * self.width * pairs)
         if not isinstance(pattern, Dilated):
             return 0
-        branches = sorted(pattern.branches)
-        if len(branches) == 1:
+        if len(pattern.branches) == 1:
             return 0
-        per_token = FP32 * vector / branches[1][1]
-        reach = math.lcm(branches[-1][0], 4)
+        schedule = schedule_branches(pattern.branches, has_blocks=blocks is not None)
+        per_token = FP32 * vector / schedule.partial_rate
+        reach = math.lcm(schedule.reach, 4)
         slab = min(tokens, reach * max(1, int(PARTIAL_BYTES / max(1, per_token * reach))))
         return 2 * math.ceil(per_token * slab)
 

@@ -85,6 +85,11 @@ def check_plan(run: Run, gpus: int) -> Check:
             "plan --check does not count the collectives of model.lora, whose updates tensor "
             "parallelism splits by itself: check the run with model.lora.rank=0"
         )
+    if run.train.chunk_tokens:
+        raise UserError(
+            "plan --check does not count the collectives of chunks: check the run with "
+            "train.chunk_tokens=0"
+        )
     model, freeze = run.model, run.train.freeze
     first = ["embedding.weight", *(f"blocks.0.{name}" for name in block_shapes(model, 0))]
     if not any(trains(model, freeze, name) for name in first):

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from longspan.config import Run
 from longspan.costs import Shape
+from longspan.planning.chunks import chunks_of
 from longspan.planning.communication_in_blocks import sequence_traffic, tensor_traffic
 from longspan.planning.traffic import FLOAT32, Step, Traffic
 
@@ -39,6 +40,15 @@ def communication(
     `run.train.precision` must be resolved. Ranks differ by their stage, and by their part of the
     sequence: by default it is the part that communicates most.
     """
+    if chunks := chunks_of(run):
+        of_chunks = communication(
+            chunks.of_chunk, gpus, pipeline_rank=pipeline_rank, sequence_rank=sequence_rank
+        )
+        more = (chunks.per_sample - 1) / chunks.per_sample  # chunks with another forward pass
+        return [
+            replace(x, calls=x.calls + int(more * x.calls)) if x.purpose.endswith("forward") else x
+            for x in of_chunks
+        ]
     step = Step(run, gpus, pipeline_rank)
     found = [
         *_gradients_of_replicas(step),

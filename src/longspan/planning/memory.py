@@ -9,12 +9,13 @@ that a step ever allocates is there at once.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from longspan.config import Run
 from longspan.costs import linear_sizes, trains
 from longspan.parallel.choices import reduce_dtype
 from longspan.planning.activations import Activations, BlockActivations
+from longspan.planning.chunks import ROWS, chunks_of, row_bytes
 from longspan.planning.parameters import Degrees, ModelSplit, RankParameter
 from longspan.planning.pipeline_memory import in_flight
 
@@ -89,6 +90,18 @@ def memory_per_rank(run: Run, world: int, allowance: Allowance = ALLOWANCE) -> l
     Ranks that differ only on other axes use at most the same. `run.train.precision` must be
     resolved; a device or compilation of "auto" is that of a GPU.
     """
+    if chunks := chunks_of(run):
+        (memory,) = memory_per_rank(chunks.of_chunk, world, allowance)
+        rows = row_bytes(run, run.layout.resolve(world)["tensor"])
+        rows[ROWS] *= not run.train.offload_chunk_rows
+        lost = 0 if run.train.device == "cpu" else int(allowance.fragmentation * sum(rows.values()))
+        return [
+            replace(
+                memory,
+                peak={**memory.peak, **rows},
+                fragmentation=memory.fragmentation + lost,
+            )
+        ]
     split = ModelSplit(run, world)
     return [_memory(run, split, stage, allowance) for stage in range(split.degrees.pipeline)]
 
@@ -174,6 +187,9 @@ PARTS = (
     "activations",
     "block workspace",
     "logits and loss",
+    ROWS,
+    "rows that a chunk reads",
+    "gradients of rows",
     "communication buffers",
     "library workspaces",
 )

@@ -36,6 +36,7 @@ from longspan.flops import (
 )
 from longspan.hardware import Device
 from longspan.parallel.pipeline_schedule import plan_stages
+from longspan.planning.chunks import ROWS, Chunks, chunks_of, row_bytes
 from longspan.planning.collective_time import exposed_s
 from longspan.planning.communication import communication
 from longspan.planning.rates import RunRates, rates_of
@@ -113,6 +114,8 @@ def with_precision(run: Run, device: Device) -> Run:
 
 def compute_time(run: Run, gpus: int, device: Device, rates: RunRates) -> RunTime:
     """`predict` without what ranks wait for each other's collectives: a lower bound."""
+    if chunks := chunks_of(run):
+        return _in_chunks(run, chunks, gpus, device, rates)
     shape = _Shape(run, gpus, device)
     model, count, copies = run.model, shape.micro_batches, shape.copies
     layers = {pattern: _layer(run, shape, device, rates, pattern) for pattern in copies}
@@ -141,6 +144,36 @@ def compute_time(run: Run, gpus: int, device: Device, rates: RunRates) -> RunTim
         * sum(flops_per_sample(model, shape.patterns, context, run.train.freeze)),
         peak=shape.peak,
         parts={name: seconds for name, seconds in parts.items() if seconds > 0},
+    )
+
+
+def _in_chunks(run: Run, chunks: Chunks, gpus: int, device: Device, rates: RunRates) -> RunTime:
+    """Those of chunks, whose queries also see earlier keys, and another forward pass of most."""
+    of_chunk, context = chunks.of_chunk, run.data.context
+    full = of_chunk.train.model_copy(update={"activation_checkpointing": "full"})
+    twice = compute_time(of_chunk.model_copy(update={"train": full}), gpus, device, rates)
+    found = compute_time(of_chunk, gpus, device, rates)
+    patterns, tokens = patterns_of(run.attention, run.model.layers), run.train.chunk_tokens
+    flops = [
+        sum(attention_flops(run.model, pattern, length) for pattern in patterns)
+        for length in (context, tokens)
+    ]
+    more = found.parts["attention"] * (flops[0] / (chunks.per_sample * flops[1]) - 1)
+    forward = twice.parts["recomputation"] + more / (1 + ATTENTION_BACKWARD)
+    parts = {
+        **found.parts,
+        "attention": found.parts["attention"] + more,
+        "forward pass for rows": forward * (chunks.per_sample - 1) / chunks.per_sample,
+    }
+    if run.train.offload_chunk_rows:  # written once, read in each pass
+        rows = row_bytes(run, run.layout.resolve(gpus)["tensor"])[ROWS]
+        parts["offload"] = parts.get("offload", 0.0) + 3 * rows / rates.host_link
+    of_run = sum(flops_per_sample(run.model, patterns, context, run.train.freeze))
+    return replace(
+        found,
+        parts=parts,
+        flops=run.train.global_batch * of_run,
+        step_tokens=run.train.global_batch * context,
     )
 
 

@@ -13,8 +13,11 @@ from torch import Tensor
 from longspan.attention.context_parallel.kv_exchange import CACHED_BYTES, remote_rows
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.packed import Packed
-from longspan.attention.pattern import Dilated, Pattern
+from longspan.attention.pattern import Dense, Dilated, Pattern, union
 from longspan.caching import cached_up_to
+
+MAX_LISTED = 1 << 25
+"""Tokens up to which `count_rows` lists the rows of any pattern."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -116,6 +119,39 @@ def plan_chunk(
         moved(carried_to, device),
         moved(read_to, device),
     )
+
+
+def count_rows(pattern: Pattern, tokens: int, chunk: int, heads: Heads) -> tuple[int, int]:
+    """How many rows chunks of so many tokens keep, and at most have open at a time.
+
+    Those of all key heads; of a dilated pattern about so many, without listing them.
+    """
+    pattern, stops = without_blocks(pattern), range(chunk, tokens, chunk)
+    if not stops:
+        return 0, 0
+    if isinstance(pattern, Dilated):
+        found: dict[tuple[tuple[int, int], ...], int] = {}
+        kept = 0
+        for stop in stops:
+            branches = tuple((w, r) for w, r in pattern.branches if stop % w)
+            if branches not in found:
+                rows = union(
+                    range((pattern.first_head + head) % r, chunk, r)
+                    for _, r in branches
+                    for head in heads.query_heads(0)
+                )
+                found[branches] = len(rows)
+            kept += found[branches]
+        ends = {tokens, *(tokens // w * w for w in pattern.segment_lengths if chunk < w <= tokens)}
+        last = {(end - 1) // chunk * chunk for end in ends} - {0}
+        one = Heads(heads.queries // heads.keys, 1)
+        most = max(len(open_rows(pattern, stop, tokens, one)[0]) for stop in last)
+        return heads.keys * kept, heads.keys * most
+    if isinstance(pattern, Dense) or tokens > MAX_LISTED:  # the latter at most
+        return 2 * (heads.keys * stops[-1],)
+    shards, one = Shards((0, *stops, tokens)), Heads(1, 1)
+    most = max(len(open_rows(pattern, stop, tokens, one)[0]) for stop in stops)
+    return heads.keys * len(kept_rows(pattern, shards, one)[0]), heads.keys * most
 
 
 def without_blocks(pattern: Pattern) -> Pattern:
