@@ -59,7 +59,7 @@ def gradients(model: Decoder) -> dict[str, Tensor]:
 
 def step_in_chunks(model: Decoder, batch: Batch, chunk_tokens: int, **options: bool) -> Tensor:
     chunked = ChunkedDecoder(model, chunk_tokens, offload=options.get("offload", False))
-    inputs = batch.tokens, batch.targets, batch.documents
+    inputs = batch.tokens, batch.targets, batch.documents, batch.samples
     return chunked.backward(model, inputs, torch.tensor(0.01), nullcontext, lambda _: nullcontext())
 
 
@@ -135,8 +135,8 @@ def test_layouts_in_chunks_take_the_steps_of_one_process(ranks: Ranks, layout: l
 
 
 def test_documents_and_loss_masks_of_a_run(folder: Path) -> None:  # noqa: F811
-    """Some documents are longer than a chunk, and only answers have a loss."""
-    options = [f"data.source={folder}", "train.micro_batch=2"]
+    """Some documents are longer than a chunk, only answers have a loss, and there is dropout."""
+    options = [f"data.source={folder}", "train.micro_batch=2", "model.dropout=0.1"]
     chunks = ["train.chunk_tokens=16", "train.activation_checkpointing=full"]
     assert_same_steps([steps_of(0, 1, [*options, *chunks])], steps_of(0, 1, options))
 

@@ -97,9 +97,10 @@ class NativeEngine:
         counts: Tensor | None = None
         for index, micro_batch in enumerate(micro_batches, start=1):
             if self._chunked is not None:
+                assert isinstance(self._spec, DecoderSpec)
                 assert isinstance(micro_batch, Batch)
                 sync = partial(self._chunk_sync, is_last=index == len(micro_batches))
-                inputs = micro_batch.tokens, micro_batch.targets, micro_batch.documents
+                inputs = self._spec.local(micro_batch)
                 options = scale * factor, self._forward_context, sync
                 total += self._chunked.backward(self.module, inputs, *options) / factor
                 continue

@@ -158,9 +158,9 @@ class Decoder(nn.Module):
         self.rounds_residual = rounds_residual
         self.rope = RotaryEmbedding(model.head_dim, model.rope_theta_for(context), model.rope)
         self.positions: Tensor | None = None
-        """Positions (tokens,), or in documents (batch, tokens), of the tokens that `forward` is
-        given, if they are not a whole sequence.
-        """
+        """Positions (tokens,) of the tokens that `forward` is given, if they are not a sequence."""
+        self.positions_in_documents: Tensor | None = None
+        """The same (batch, tokens) in documents, if `forward` is not given those."""
         self.embedding = nn.Embedding(model.vocab, model.hidden)
         self.seed, self.dropout = seed, Dropout(model.dropout, seed)
         self.blocks = nn.ModuleList(
@@ -210,9 +210,9 @@ class Decoder(nn.Module):
             return logits_of(hidden, self.head_weight)
         return cross_entropy_sum(hidden, self.head_weight, targets, z_loss=self.z_loss)
 
-    def run_blocks(self, tokens: Tensor) -> None:
+    def run_blocks(self, tokens: Tensor, samples: Tensor | None = None) -> None:
         """Run tokens (batch, tokens) through all blocks, for what their attention keeps of them."""
-        self.hidden(tokens)
+        self.hidden(tokens, samples=samples)
 
     def next_logits(self, tokens: Tensor, caches: KVCaches | None = None) -> Tensor:
         """Logits (batch, vocab) of the token after the last of tokens (batch, tokens)."""
@@ -239,8 +239,11 @@ class Decoder(nn.Module):
             return torch.cat(steps, dim=1)
         if documents is not None:
             documents = documents.cpu()  # once, not in every block; FSDP may have copied them
+        given = self.positions
+        if self.positions_in_documents is not None:
+            given = self.positions_in_documents
         rope = rope_table(
-            self.rope, tokens, self.positions, self.context, caches=caches, documents=documents
+            self.rope, tokens, given, self.context, caches=caches, documents=documents
         )
         keys = self.dropout_keys(samples, tokens.shape[1])
         x_BNC = scaled_embedding(self.embedding, tokens, self.config.embedding_scale)

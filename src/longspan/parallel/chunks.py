@@ -32,6 +32,8 @@ class _Sequence(NamedTuple):
     """In documents, if there are any; the batch is then one sample."""
     starts: tuple[int, ...]
     """Where those documents start."""
+    samples: Tensor | None
+    """With dropout, the index of each sample (batch,)."""
     shards: Shards
 
 
@@ -49,16 +51,17 @@ class ChunkedDecoder:
     def backward(
         self,
         module: nn.Module,
-        batch: tuple[Tensor, Tensor, Tensor | None],
+        batch: tuple[Tensor, Tensor, Tensor | None, Tensor | None],
         scale: Tensor,
         context: ForwardContext,
         sync: Callable[[bool], AbstractContextManager[None]],
     ) -> Tensor:
         """Add the gradients of scale · loss of a batch; returns scale · loss.
 
-        `batch`: tokens, targets and documents (batch, tokens), which may be in host memory;
-        `module` is what a training step calls; `sync(is_last)` makes the context of a forward and
-        backward pass, the last of this batch or not.
+        `batch`: tokens, targets and documents (batch, tokens), which may be in host memory, and
+        with dropout the indices of samples (batch,); `module` is what a training step calls;
+        `sync(is_last)` makes the context of a forward and backward pass, the last of this batch or
+        not.
         """
         total = torch.zeros((), device=scale.device)
         sequences = self._sequences(*batch)
@@ -67,7 +70,8 @@ class ChunkedDecoder:
             with self._walking(sequence):
                 for chunk in chunks[:-1]:
                     with torch.no_grad(), context():
-                        self._model.run_blocks(self._enter(sequence, chunk, scale, keeps=True)[0])
+                        tokens, _, _, samples = self._enter(sequence, chunk, scale, keeps=True)
+                        self._model.run_blocks(tokens, samples)
                 for chunk in reversed(chunks):
                     is_last = chunk == 0 and number == len(sequences)
                     with sync(is_last):
@@ -95,19 +99,31 @@ class ChunkedDecoder:
         return self._model.next_logits(tokens, caches)
 
     def _sequences(
-        self, tokens: Tensor, targets: Tensor, documents: Tensor | None
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        documents: Tensor | None,
+        samples: Tensor | None = None,
     ) -> list[_Sequence]:
         """The whole batch or, with documents, one sample at a time: each has its own chunks."""
         length = tokens.shape[1]
         if documents is None:
             shards = Shards(chunk_boundaries((0,), length, self._chunk_tokens))
-            return [_Sequence(tokens, targets, None, (), shards)]
+            return [_Sequence(tokens, targets, None, (), samples, shards)]
         found = []
         for row, ids in enumerate(documents.cpu()):
             rows, starts = slice(row, row + 1), document_starts(ids)
             shards = Shards(chunk_boundaries(starts, length, self._chunk_tokens))
-            positions = document_positions(ids[None])
-            found.append(_Sequence(tokens[rows], targets[rows], positions, starts, shards))
+            found.append(
+                _Sequence(
+                    tokens[rows],
+                    targets[rows],
+                    document_positions(ids[None]),
+                    starts,
+                    None if samples is None else samples[rows],
+                    shards,
+                )
+            )
         return found
 
     @contextmanager
@@ -117,26 +133,24 @@ class ChunkedDecoder:
             yield
         finally:
             self._walk.end()
-            self._model.positions = None
+            self._model.positions = self._model.positions_in_documents = None
 
     def _enter(
         self, sequence: _Sequence, chunk: int, like: Tensor, *, keeps: bool
-    ) -> tuple[Tensor, Tensor]:
-        """Come to a chunk; returns its tokens and targets, on the device of `like`."""
+    ) -> tuple[Tensor, Tensor, None, Tensor | None]:
+        """Come to a chunk; returns what the model is given, on the device of `like`."""
         local = sequence.shards.local_range(chunk)
         here = slice(local.start, local.stop)
         self._walk.enter(chunk, keeps=keeps and chunk < sequence.shards.ranks - 1)
-        positions = sequence.positions
-        self._model.positions = (
-            torch.arange(local.start, local.stop, device=like.device)
-            if positions is None
-            else positions[:, here]
-        )
+        self._model.positions = torch.arange(local.start, local.stop, device=like.device)
+        if sequence.positions is not None:
+            self._model.positions_in_documents = sequence.positions[:, here]
+        samples = sequence.samples
         tokens, targets = (
             x[:, here].to(like.device, non_blocking=True)
             for x in (sequence.tokens, sequence.targets)
         )
-        return tokens, targets
+        return tokens, targets, None, None if samples is None else samples.to(like.device)
 
 
 def chunk_boundaries(starts: tuple[int, ...], tokens: int, size: int) -> tuple[int, ...]:
