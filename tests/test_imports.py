@@ -48,6 +48,7 @@ MAY_IMPORT = {
     "doctor": RUN | {"benchmarks", "costs", "parallel", "planning"},
     "trained": MODEL | RUN | {"export", "hf_config", "parallel"},
     "generate": MODEL | RUN | {"hf_config", "hf_generation", "parallel", "trained"},
+    "serve": {"generate", "models"},
     "evaluation": MODEL | RUN | {"export", "hf_config", "parallel", "trained"},
     "sketch_run": MODEL | RUN | {"export", "parallel", "trained", "training"},
     "drill": {"checkpoint", "config", "runfile", "tracking"},
@@ -62,7 +63,16 @@ MAY_IMPORT = {
     | RUN
     | {"benchmarks", "doctor", "drill", "engines", "evaluation", "export", "generate"}
     | {"launching", "parallel"}
-    | {"init", "planning", "reporting", "sketch_run", "trained", "training", "verification"},
+    | {
+        "init",
+        "planning",
+        "reporting",
+        "serve",
+        "sketch_run",
+        "trained",
+        "training",
+        "verification",
+    },
     "__main__": {"cli"},
 }
 

@@ -14,7 +14,7 @@ from longspan.cli.launch import TARGETS
 from longspan.cli.parser import WIDTH, Parser
 
 NO_RESULT = {"watch", "config schema", "init", "completion", "_complete", "node"}
-NO_RESULT |= {"checkpoint rm", "checkpoint fork"}
+NO_RESULT |= {"checkpoint rm", "checkpoint fork", "serve"}
 NO_RESULT |= {f"launch {target.name}" for target in TARGETS}
 """Commands that print JSON anyway, write or print a file, or print nothing."""
 

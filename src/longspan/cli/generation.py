@@ -1,4 +1,4 @@
-"""The command generate."""
+"""The commands generate and serve."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,14 +24,20 @@ if TYPE_CHECKING:
     from longspan.models.generation import Piece, Sampling
 
 GROUP = "trained runs"
-"""Where `longspan --help` lists it."""
+"""Where `longspan --help` lists them."""
 OPTIONS = ("temperature", "top_p", "top_k", "repetition_penalty", "seed", "stop")
 """Those of `TextGenerator.sampling`."""
 MAX_BYTES = 1 << 30
 """Size of a file of prompts."""
+MIN_TOKEN, MAX_TOKEN_BYTES = 16, 4096
 
 
 def add(commands: Commands) -> None:
+    _add_generate(commands)
+    _add_serve(commands)
+
+
+def _add_generate(commands: Commands) -> None:
     parser = commands.add(
         "generate",
         "generate text with a trained model",
@@ -106,6 +112,48 @@ def add(commands: Commands) -> None:
     )
     add_ema(parser)
     parser.add_argument("--json", action="store_true", help=f"{JSON}, one line for each prompt")
+
+
+def _add_serve(commands: Commands) -> None:
+    parser = commands.add(
+        "serve",
+        "serve a trained model by OpenAI's protocol, on 127.0.0.1",
+        "serve runs/first --port 8000",
+        verb=serve,
+        group=GROUP,
+    )
+    add_run_dir(parser, "folder of a run, or a Hugging Face folder")
+    parser.add_argument("--port", type=int, metavar="N", help="port (default: a free one)")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="file with the token that clients must send (default: a new one is printed)",
+    )
+
+
+def serve(args: argparse.Namespace) -> None:
+    token = None
+    if args.token_file is not None:
+        token = read_bounded(args.token_file, MAX_TOKEN_BYTES).decode("utf-8", "replace").strip()
+        if len(token) < MIN_TOKEN or not token.isascii() or not token.isprintable():
+            raise UserError(
+                f"{args.token_file} must hold a token of at least {MIN_TOKEN} ASCII characters"
+            )
+    with loading():
+        from longspan.generate import open_generator
+        from longspan.serve import Server
+    with ExitStack() as stack:
+        with waiting(f"loading {args.run_dir}"):
+            opened = open_generator(args.run_dir, key_file=args.key_file)
+            generator = stack.enter_context(opened)
+        server = stack.enter_context(Server(generator, args.port or 0, token))
+        print(f"base URL {server.url}, model {generator.name}", flush=True)
+        if token is None:
+            print(f"token    {server.token}", flush=True)
+        print("Ctrl-C ends it", flush=True)
+        with suppress(KeyboardInterrupt):  # how one stops it
+            server.serve_forever()
 
 
 def generate(args: argparse.Namespace) -> None:
