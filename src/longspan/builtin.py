@@ -39,6 +39,8 @@ def follow(tables: Mapping[str, Any], given: Collection[str], world: int | None)
         values |= _fit(run, given, run.layout.resolve(world))
     if run.model.factory:
         values = {path: value for path, value in values.items() if path.startswith("train.")}
+    if "train.global_batch_tokens" in given:
+        values.pop("train.global_batch", None)
     keeps_model = "model.preset" in given or run.model.folder or run.train.init_from
     for path, value in values.items():
         section, key = path.split(".")

@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
 from longspan.checkpoint import load
 from longspan.cli import main
 from longspan.costs import count_trained
 from longspan.data import open_source
 from longspan.data.build import build
+from longspan.data.documents import Fields
 from longspan.data.source import TokenSource
 from longspan.errors import UserError
 from longspan.export.huggingface import export
@@ -26,7 +28,7 @@ from longspan.training import train
 from tests.harness import Ranks
 from tests.parallel.test_apply import ids, run_of, single_process_steps, steps_of
 from tests.slow import slow
-from tests.steps import assert_same_steps, full_weights
+from tests.steps import assert_same_steps, full_weights, open_state
 
 Z_LOSS = "train.z_loss=0.5"
 
@@ -277,3 +279,60 @@ def test_weights_of_a_folder_are_decayed_from_the_first_step(tmp_path: Path) -> 
     lines = (tmp_path / "decayed" / "metrics.jsonl").read_text().splitlines()
     rates = [line["lr"] for line in map(json.loads, lines) if "lr" in line]
     assert rates == pytest.approx([0.01, 0.005])
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Options of a run whose samples have very different numbers of tokens with a loss."""
+    folder = tmp_path_factory.mktemp("answers")
+    records = [{"q": "q" * (60 - 5 * n), "a": "abcdefgh"[: 1 + n % 8] * n} for n in range(1, 9)]
+    (folder / "in.jsonl").write_text("\n".join(map(json.dumps, records)))
+    fields = Fields(prompt="q", answer="a")
+    build([folder / "in.jsonl"], folder / "out", fields=fields, validation=0)
+    return [f"data.source={folder / 'out'}", "data.documents=isolate"]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"), [(2, ["layout.replicate=2"]), (2, ["layout.sequence=2"])], ids=ids
+)
+def test_a_step_divides_by_all_tokens_that_have_a_loss(
+    ranks: Ranks, world: int, layout: list[str], answers: list[str]
+) -> None:
+    run = run_of(1, *answers)
+    with open_state(run) as (state, data):
+        batch, _ = data.read(range(8), range(8))
+        model = state.engine.model
+        logits = model(batch.tokens, documents=batch.documents)
+        loss = cross_entropy(logits.flatten(0, 1), batch.targets.flatten())  # a mean over targets
+        gradients = torch.autograd.grad(loss, list(model.parameters()))
+        counts = (batch.targets != -100).sum(1)
+        means = [
+            cross_entropy(x, targets) for x, targets in zip(logits, batch.targets, strict=True)
+        ]
+    assert counts.max() > 3 * counts.min()
+    assert abs(torch.stack(means).mean() - loss) > 1e-3  # which a mean of means would be
+    norm = torch.stack([x.square().sum() for x in gradients]).sum().sqrt()
+    expected = torch.stack([loss, norm]).detach().double()
+    for found in (single_process_steps(*answers), *ranks.run(steps_of, world, [*layout, *answers])):
+        torch.testing.assert_close(found.losses[0], expected, rtol=1e-5, atol=0)
+
+
+def test_a_global_batch_in_tokens_is_one_of_sequences(tmp_path: Path) -> None:
+    run = load_run(None, [*SMALL, "train.global_batch_tokens=256", "train.steps=1"])
+    assert run.train.global_batch == 4
+    train(run, tmp_path / "run")
+    saved = load_run(tmp_path / "run" / "run.toml", ["train.global_batch=2"])
+    assert (saved.train.global_batch, saved.train.global_batch_tokens) == (2, None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["train.global_batch=2"], "and train.global_batch exclude each other"),
+        (["data.context=96"], "256 is not a multiple of data.context = 96: use 288"),
+        (["model.factory=a:b"], "is not supported with model.factory"),
+    ],
+)
+def test_a_global_batch_in_tokens_that_is_none_is_refused(options: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=rf"(?m)^  train.global_batch_tokens +{message}"):
+        load_run(None, ["train.global_batch_tokens=256", *options])

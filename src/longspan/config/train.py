@@ -25,6 +25,9 @@ class Train(Section):
     global_batch: Positive = 1
     """Sequences per optimizer step; gradient accumulation covers what `micro_batch` × data-parallel
     ranks does not."""
+    global_batch_tokens: Positive | None = None
+    """Tokens per optimizer step, padding included, instead of `global_batch`, which then is this
+    divided by `data.context`."""
     lr: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate, reached after the warmup."""
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"

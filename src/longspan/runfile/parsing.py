@@ -67,7 +67,7 @@ def load_run(
     changes = dict(map(parse_override, overrides))
     if path is None and changes.get(("model", "factory")):  # a built-in run is one of the decoder
         base = {"train": {"device": base["train"].get("device", "auto")}}
-    tables = apply_overrides(_without_length(base, changes), changes)
+    tables = apply_overrides(_without_other(base, changes), changes)
     if path is None:
         given = {".".join(keys) for keys in changes}
         _drop_builtin_model(tables, given)
@@ -80,12 +80,15 @@ def load_run(
     return parse_run(tables, name, world=world, replaced=replaced, hardware=hardware)
 
 
-def _without_length(base: dict[str, Any], changes: Collection[Keys]) -> dict[str, Any]:
-    """`base` without train.steps if train.epochs is overridden, and the other way round."""
-    length = {("train", "steps"), ("train", "epochs")}
-    if not isinstance(train := base.get("train"), Mapping) or len(length & set(changes)) != 1:
+def _without_other(base: dict[str, Any], changes: Collection[Keys]) -> dict[str, Any]:
+    """`base` without those keys of [train] in whose place another is overridden."""
+    if not isinstance(train := base.get("train"), Mapping):
         return base
-    return {**base, "train": {k: v for k, v in train.items() if ("train", k) not in length}}
+    replaced = set()
+    for pair in ({"steps", "epochs"}, {"global_batch", "global_batch_tokens"}):
+        if len(given := {key for key in pair if ("train", key) in changes}) == 1:
+            replaced |= pair - given
+    return {**base, "train": {key: x for key, x in train.items() if key not in replaced}}
 
 
 def parse_run(
@@ -131,6 +134,7 @@ def parse_run(
             details = [d for d in error.errors() if not d["loc"] or d["loc"][0] in table]
             otherwise = without_wrong_keys(key, table, details, replaced or {})
             problems += [explain(key, detail, otherwise, replaced or {}) for detail in details]
+    problems += _fill_batch(sections, tables)
     problems += _fill_steps(sections, tables)
     problems += check_rules(sections, None if is_auto else world)
     if folder and isinstance(model := sections.get("model"), Model):
@@ -140,6 +144,28 @@ def parse_run(
         raise UserError(render(name, problems))
     run = Run(**sections)  # type: ignore[arg-type]
     return _with_layout(run, world, hardware) if is_auto else run
+
+
+def _fill_batch(sections: dict[str, Section], tables: Mapping[str, Any]) -> list[Problem]:
+    """Give a [train] with tokens per step the global batch of so many; return why it has none."""
+    train, data = sections.get("train"), sections.get("data")
+    if not isinstance(train, Train) or not isinstance(data, Data):
+        return []
+    if (tokens := train.global_batch_tokens) is None:
+        return []
+    key, model = "train.global_batch_tokens", sections.get("model")
+    if "global_batch" in tables["train"]:
+        return [Problem(key, "and train.global_batch exclude each other: remove one of them")]
+    if isinstance(model, Model) and model.factory:
+        message = "is not supported with model.factory, whose samples may have no tokens"
+        return [Problem(key, f"{message}: set train.global_batch")]
+    if tokens % data.context:
+        above = -(-tokens // data.context) * data.context
+        message = f"{tokens} is not a multiple of data.context = {data.context}: use {above}"
+        return [Problem(key, message)]
+    batch = tokens // data.context
+    sections["train"] = train.model_copy(update={"global_batch": batch})
+    return []
 
 
 def _fill_steps(sections: dict[str, Section], tables: Mapping[str, Any]) -> list[Problem]:
@@ -179,7 +205,8 @@ def dump_run(run: Run) -> str:
         del tables["attention"]
     if run.layout.is_unresolved:
         tables["layout"] = AUTO
-    tables["train"].pop("epochs", None)  # the steps are known now, without the data
+    for key in ("epochs", "global_batch_tokens"):  # of which steps and global_batch follow
+        tables["train"].pop(key, None)
     return tomli_w.dumps(tables)
 
 
