@@ -33,6 +33,7 @@ def derived_values(run: Run, ranks: Mapping[str, int]) -> dict[str, str]:
         "attention": f"{attention_text(run.attention)}{sinks}, context {context:,}, "
         f"RoPE theta {run.model.rope_theta_for(context):,.0f}{scaling}",
         "reach": reach_text(run),
+        **_chunk_text(run),
         "batch": batch.pop("batch"),
         "tokens": f"{tokens:,} per step × {steps} = {tokens * train.steps:,}{_epochs_text(train)}",
         **batch,
@@ -43,6 +44,14 @@ def _epochs_text(train: Train) -> str:
     if train.epochs is None:
         return ""
     return f" ({'1 epoch' if train.epochs == 1 else f'{train.epochs:g} epochs'})"
+
+
+def _chunk_text(run: Run) -> dict[str, str]:
+    size, context = run.train.chunk_tokens, run.data.context
+    if not 0 < size < context:
+        return {}
+    where = ", their keys and values offloaded to CPU" if run.train.offload_chunk_rows else ""
+    return {"chunks": f"{-(-context // size):,} per sequence, of {size:,} tokens{where}"}
 
 
 def model_name(run: Run) -> str:

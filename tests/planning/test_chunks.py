@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from longspan.attention.context_parallel.chunk_plan import (
     open_rows,
     without_blocks,
 )
+from longspan.config import Run
 from longspan.data import Batch
 from longspan.device import autocast
 from longspan.engines import DecoderSpec
@@ -27,8 +30,9 @@ from longspan.parallel.world import World
 from longspan.planning.check import check_plan
 from longspan.planning.memory import memory_per_rank
 from longspan.planning.run_time import predict
+from longspan.planning.search import usable_memory
 from longspan.planning.tracing import LiveMemory
-from longspan.runfile import load_run
+from longspan.runfile import dump_run, load_run
 from tests.attention.context_parallel.test_chunks import CHUNKED
 from tests.planning.test_peak import CPU, run_of
 
@@ -100,7 +104,7 @@ def test_a_hundred_million_tokens_are_planned_on_one_gpu() -> None:
     assert 0.6 * whole.tokens_per_s < short.tokens_per_s < 0.9 * whole.tokens_per_s
 
 
-def _with(run, **values):  # type: ignore[no-untyped-def]
+def _with(run: Run, **values: Any) -> Run:
     data = {key: values.pop(key) for key in ("context",) if key in values}
     return run.model_copy(
         update={
@@ -114,3 +118,42 @@ def test_chunks_are_not_checked_against_the_training_code() -> None:
     run = run_of(2, ["train.chunk_tokens=1024", "train.precision=fp32"])
     with pytest.raises(UserError, match="does not count the collectives of chunks"):
         check_plan(run, 2)
+
+
+def test_auto_takes_the_largest_chunks_that_fit(tmp_path: Path) -> None:
+    options = ["model.preset=125m", "data.source=recall", "train.micro_batch=1"]
+    options += ["train.global_batch=1", "train.chunk_tokens=auto", "train.offload_chunk_rows=true"]
+
+    def found(context: int, world: int | None = 1) -> Run:
+        more = [*options, f"data.context={context}"]
+        return load_run(None, more, builtin="cuda", world=world, hardware="h200")
+
+    short, long = found(65536), found(1 << 23)
+    assert (short.train.chunk_tokens, short.train.offload_chunk_rows) == (0, False)
+    chunk = long.train.chunk_tokens
+    assert chunk >= 131072
+    lengths = long.attention.segment_lengths
+    assert all(chunk % w == 0 or w % chunk == 0 for w in lengths)
+    assert needed_by(_bf16(long)) <= usable_memory(device_of("h200"))
+    assert needed_by(_with(_bf16(long), chunk_tokens=2 * chunk)) > usable_memory(device_of("h200"))
+    unresolved = dump_run(found(1 << 23, world=None))
+    assert 'chunk_tokens = "auto"' in unresolved
+    (tmp_path / "run.toml").write_text(unresolved)
+    again = load_run(tmp_path / "run.toml", [], world=1, hardware="h200")
+    assert again.train.chunk_tokens == chunk
+    assert f"chunk_tokens = {chunk}" in dump_run(again)
+    with pytest.raises(UserError, match=r"do not fit .* in chunks of 1,024"):
+        load_run(
+            None,
+            ["model.preset=7b", *options[1:], "data.context=65536"],
+            builtin="cuda",
+            hardware="rtx4090",
+        )
+
+
+def _bf16(run: Run) -> Run:
+    return _with(run, precision="bf16")
+
+
+def needed_by(run: Run) -> int:
+    return max(memory.on_device for memory in memory_per_rank(run, 1))

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PrivateAttr, model_validator
 
 from longspan.config.section import NonNegative, Positive, Section, as_integer
 
@@ -109,7 +109,8 @@ class Train(Section):
     """Offloads saved activations to CPU between the forward and backward passes."""
     chunk_tokens: NonNegative = 0
     """Tokens of a chunk, in which each sequence is walked ("context in time"): its memory is that
-    of one chunk, and of the keys and values that later chunks see. 0 takes sequences whole."""
+    of one chunk, and of the keys and values that later chunks see. 0 takes sequences whole; "auto"
+    does so if they fit the devices, else the largest chunks that do."""
     offload_chunk_rows: bool = False
     """Offloads those keys and values to CPU."""
     seed: NonNegative = 0
@@ -118,6 +119,24 @@ class Train(Section):
     """Steps between evaluations; 0 evaluates only at the end."""
     eval_samples: Positive = 16
     """Number of validation sequences per evaluation."""
+
+    _has_auto_chunks: bool = PrivateAttr(default=False)
+
+    @property
+    def has_auto_chunks(self) -> bool:
+        """Whether `chunk_tokens` is "auto", before the number of processes is known."""
+        return self._has_auto_chunks
+
+    def with_chunks(self, tokens: int | None) -> Train:
+        """This section with chunks of so many tokens; None for those that are still to be chosen.
+
+        Of whole sequences there are no rows to offload.
+        """
+        offload = self.offload_chunk_rows and tokens != 0
+        update = {"chunk_tokens": tokens or 0, "offload_chunk_rows": offload}
+        train = self.model_copy(update=update)
+        train._has_auto_chunks = tokens is None
+        return train
 
     @model_validator(mode="before")
     @classmethod

@@ -1,7 +1,8 @@
-"""`layout = "auto"`: the first layout of a search, once devices and processes are known.
+"""`layout = "auto"` and `train.chunk_tokens = "auto"`, once devices and processes are known.
 
-Every rank finds it for itself: the search depends on the run, the number of processes and the kind
-of device alone. `open_mesh` makes sure that all have found the same.
+The first layout of a search, and the largest chunks that fit. Every rank finds them for itself:
+they depend on the run, the number of processes and the kind of device alone. `open_mesh` makes sure
+that all have found the same layout.
 """
 
 from __future__ import annotations
@@ -11,7 +12,10 @@ import os
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.hardware import Device, cpu_device, device_of, find_device, may_have_gpu
-from longspan.planning.search import TRAIN_KEYS, Search, search
+from longspan.planning.memory import memory_per_rank
+from longspan.planning.run_time import with_precision
+from longspan.planning.search import TRAIN_KEYS, Search, search, usable_memory
+from longspan.rules import check_rules
 
 SHOWN = 8
 """Layouts to look for: the first, those that may be as fast, and what it is compared with."""
@@ -44,6 +48,33 @@ def choose_layout(run: Run, world: int, hardware: str | None = None) -> Run:
     )
 
 
+def choose_chunks(run: Run, world: int, hardware: str | None = None) -> Run:
+    """The run with whole sequences if they fit the devices, else in the largest chunks that do.
+
+    The devices are those of this machine, or `hardware`. Tried are powers of two, and segments.
+    """
+    device = device_of(hardware) if hardware else this_device(run, world)
+    segments = {w for layer in run.attention.cycle for w in layer.segment_lengths}
+    powers = {1 << power for power in range(10, run.data.context.bit_length())}
+    sizes = sorted((x for x in segments | powers if x < run.data.context), reverse=True)
+    least = 0
+    for size in (0, *sizes):
+        train = run.train.with_chunks(size)
+        found = run.model_copy(update={"train": train})
+        sections = {name: getattr(found, name) for name in type(found).model_fields}
+        if check_rules(sections, world):
+            continue
+        memory = memory_per_rank(with_precision(found, device), world)
+        if max(x.on_device for x in memory) <= usable_memory(device):
+            return found
+        least = size
+    how = f"in chunks of {least:,} tokens" if least else "whole, and chunks are not supported here"
+    raise UserError(
+        f'train.chunk_tokens = "auto": sequences of {run.data.context:,} tokens do not fit '
+        f"{device.title} {how}; see longspan plan"
+    )
+
+
 def this_device(run: Run, world: int) -> Device:
     """What each of the processes of this machine, of `world` in all, has to compute on."""
     if run.train.gpu:
@@ -59,7 +90,7 @@ def this_device(run: Run, world: int) -> Device:
     found = find_device(name)
     if found is None:
         raise UserError(
-            f'layout = "auto" needs a known GPU, but "{name}" is not in the table: set train.gpu '
+            f'"auto" needs a known GPU, but "{name}" is not in the table: set train.gpu '
             "to a file of longspan doctor --calibrate, or the axes of [layout], such as "
             "layout.shard = -1"
         )

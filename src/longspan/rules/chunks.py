@@ -8,6 +8,8 @@ from longspan.rules.problem import Problem, Problems
 
 
 def chunk_rules(train: Train, attention: Attention, data: Data) -> Problems:
+    if train.has_auto_chunks:
+        return
     if train.offload_chunk_rows and not train.chunk_tokens:
         message = "true has no effect without train.chunk_tokens: set it, or use false"
         yield Problem("train.offload_chunk_rows", message)

@@ -246,7 +246,7 @@ def factory_rules(model: Model, train: Train) -> Problems:
     if train.optimizer == "muon":
         message = '"muon" is not supported with model.factory: give the task an optimizer of yours'
         yield Problem("train.optimizer", message)
-    if train.chunk_tokens:
+    if train.chunk_tokens or train.has_auto_chunks:
         message = "is not supported with model.factory, of whose attention we know nothing: use 0"
         yield Problem("train.chunk_tokens", message)
     if train.z_loss:

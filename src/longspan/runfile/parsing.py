@@ -107,6 +107,11 @@ def parse_run(
     is_auto = tables.get("layout") == AUTO
     if is_auto:
         tables = {**tables, "layout": {}}
+    train = tables.get("train")
+    has_auto_chunks = isinstance(train, Mapping) and train.get("chunk_tokens") == AUTO
+    if has_auto_chunks:
+        assert isinstance(train, Mapping)
+        tables = {**tables, "train": {**train, "chunk_tokens": 0}}
     problems = _problems_of_factory(tables)
     if problems is None:
         tables, folder, problems = fill_from_folder(dict(tables))
@@ -134,6 +139,8 @@ def parse_run(
             details = [d for d in error.errors() if not d["loc"] or d["loc"][0] in table]
             otherwise = without_wrong_keys(key, table, details, replaced or {})
             problems += [explain(key, detail, otherwise, replaced or {}) for detail in details]
+    if has_auto_chunks and isinstance(parsed := sections.get("train"), Train):
+        sections["train"] = parsed.with_chunks(None)
     problems += _fill_batch(sections, tables)
     problems += _fill_steps(sections, tables)
     problems += check_rules(sections, None if is_auto else world)
@@ -143,7 +150,9 @@ def parse_run(
     if problems:
         raise UserError(render(name, problems))
     run = Run(**sections)  # type: ignore[arg-type]
-    return _with_layout(run, world, hardware) if is_auto else run
+    if is_auto:
+        run = _with_layout(run, world, hardware)
+    return _with_chunks(run, world, hardware) if has_auto_chunks else run
 
 
 def _fill_batch(sections: dict[str, Section], tables: Mapping[str, Any]) -> list[Problem]:
@@ -193,6 +202,16 @@ def _with_layout(run: Run, world: int | None, hardware: str | None) -> Run:
     return choose_layout(run, world, hardware)
 
 
+def _with_chunks(run: Run, world: int | None, hardware: str | None) -> Run:
+    """The run with the chunks that "auto" stands for."""
+    if world is None:
+        return run
+    with loading(quiet=os.environ.get("RANK", "0") != "0"):
+        from longspan.planning.auto import choose_chunks
+
+    return choose_chunks(run, world, hardware)
+
+
 def dump_run(run: Run) -> str:
     """Return the run as TOML with all defaults written out; unset optional keys are omitted.
 
@@ -205,6 +224,9 @@ def dump_run(run: Run) -> str:
         del tables["attention"]
     if run.layout.is_unresolved:
         tables["layout"] = AUTO
+    if run.train.has_auto_chunks:
+        tables["train"]["chunk_tokens"] = AUTO
+    tables["train"].pop("epochs", None)  # the steps are known now, without the data
     for key in ("epochs", "global_batch_tokens"):  # of which steps and global_batch follow
         tables["train"].pop(key, None)
     return tomli_w.dumps(tables)
