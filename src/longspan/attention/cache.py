@@ -29,12 +29,19 @@ class Positions:
         self.next = torch.zeros(0, dtype=torch.int64)
         """int64 (batch,), on the device of the tokens."""
         self._steps = dict[CacheLayout, Step]()
+        self._stored = dict[CacheLayout, tuple[Tensor, Tensor, Tensor]]()
 
     def step(self, layout: CacheLayout) -> Step:
         """`layout.step` of the next tokens, computed once for all layers that share the layout."""
         if layout not in self._steps:
             self._steps[layout] = layout.step(self.next)
         return self._steps[layout]
+
+    def stored(self, layout: CacheLayout, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """`layout.stored` of a prompt, computed once for all layers that share the layout."""
+        if layout not in self._stored:
+            self._stored[layout] = layout.stored(tokens)
+        return self._stored[layout]
 
     def check(self, tokens: int) -> None:
         """Check that every row has room for so many more tokens."""
@@ -51,6 +58,7 @@ class Positions:
         self.next += tokens
         self.length += tokens
         self._steps.clear()
+        self._stored.clear()
 
 
 class KVCache:
@@ -153,17 +161,10 @@ class KVCache:
 
     def _store(self, k: Tensor, v: Tensor) -> None:
         """Store what queries after a prompt's k and v may see."""
-        layout, last = self._layout, k.shape[1] - 1
-        assert layout is not None
-        for kv_head, slots in enumerate(layout.slots):
-            for slot in slots:
-                held = layout.held(slot, last)
-                is_held, start = held >= 0, kv_head * layout.width + slot.start
-                rows = start + is_held.nonzero()[:, 0].to(k.device)
-                source = held[is_held].to(k.device)
-                for buffer, x in ((self.keys, k), (self.values, v)):
-                    by_row = buffer[:-1].view(len(k), layout.rows, -1)
-                    by_row[:, rows] = x[:, source, kv_head]
+        assert self._layout is not None
+        rows, source, kv_head = self.positions.stored(self._layout, k.shape[1])
+        for buffer, x in ((self.keys, k), (self.values, v)):
+            buffer[:-1].view(len(x), self.rows, -1)[:, rows] = x[:, source, kv_head]
 
     def _attend_next(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, sinks: Tensor | None

@@ -119,7 +119,20 @@ class CacheLayout:
             slots += by_residue.values()
         return slots
 
-    def held(self, slot: Slot, position: int) -> Tensor:
+    def stored(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """What a cache holds of a prompt: int64 rows, and the position and kv head of each."""
+        rows, positions, kv_heads = [], [], []
+        for kv_head, slots in enumerate(self.slots):
+            for slot in slots:
+                held = self._held(slot, tokens - 1)
+                found = (held >= 0).nonzero()[:, 0]
+                rows.append(kv_head * self.width + slot.start + found)
+                positions.append(held[found])
+                kv_heads.append(torch.full_like(found, kv_head))
+        row, position, kv_head_of = (torch.cat(x) for x in (rows, positions, kv_heads))
+        return row.to(self._device), position.to(self._device), kv_head_of.to(self._device)
+
+    def _held(self, slot: Slot, position: int) -> Tensor:
         """The position in each row of a slot if `position` is the newest; −1 for none."""
         if isinstance(self.pattern, Dilated):
             return slot.held(position)
