@@ -17,6 +17,7 @@ from longspan.attention import KVCaches
 from longspan.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer
 from longspan.device import autocast, resolve
 from longspan.models import build_decoder
+from longspan.models.decoding import is_whole
 from longspan.models.generation import (
     Piece,
     Sampling,
@@ -25,6 +26,7 @@ from longspan.models.generation import (
     complete_batch,
     sample_tokens,
 )
+from longspan.parallel.apply import apply_to_blocks
 from longspan.runfile import load_run
 from tests.harness import Ranks
 from tests.steps import CPU, open_state
@@ -138,6 +140,15 @@ def test_a_cuda_graph_computes_what_eager_steps_do(
         )  # fmt: skip
         texts.append(found)
     assert texts[0] == texts[1]
+
+
+def test_only_plain_blocks_are_captured() -> None:
+    run = load_run(None, ["model.hidden=32", "train.activation_checkpointing=full"])
+    model = build_decoder(run, CPU)
+    assert is_whole(model)
+    apply_to_blocks(model, run.train)
+    assert not is_whole(model)
+    assert not is_whole(Script(""))
 
 
 class Script:

@@ -68,8 +68,12 @@ class SelfAttention(nn.Module):
         q_BNHD = self.query(x_BNC).unflatten(-1, (-1, self.head_dim))
         k_BNGD = self.key(x_BNC).unflatten(-1, (-1, self.head_dim))
         v_BNGD = self.value(x_BNC).unflatten(-1, (-1, self.head_dim))
-        q_BNHD = apply_rope(self.query_norm(q_BNHD), rope)
-        k_BNGD = apply_rope(self.key_norm(k_BNGD), rope)
+        q_BNHD, k_BNGD = self.query_norm(q_BNHD), self.key_norm(k_BNGD)
+        if x_BNC.shape[1] == 1:  # a decoding step, whose time is that of launches
+            both, heads = apply_rope(torch.cat([q_BNHD, k_BNGD], dim=2), rope), q_BNHD.shape[2]
+            q_BNHD, k_BNGD = both[:, :, :heads], both[:, :, heads:]
+        else:
+            q_BNHD, k_BNGD = apply_rope(q_BNHD, rope), apply_rope(k_BNGD, rope)
         sinks: Tensor | None = self.sinks
         if isinstance(sinks, DTensor):  # split over ranks, as the heads are
             sinks = sinks.to_local()

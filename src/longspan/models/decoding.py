@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.attention import KVCaches
-from longspan.models.decoder import Decoder
+from longspan.models.decoder import Block, Decoder
 
 
 class DecodeStep:
@@ -71,10 +71,14 @@ class DecodeStep:
 
 
 def is_whole(model: object) -> bool:
-    """Whether this process holds all of a decoder, as plain tensors."""
-    return isinstance(model, Decoder) and not any(
-        isinstance(parameter, DTensor) for parameter in model.parameters()
-    )
+    """Whether this process holds all of a decoder, as plain tensors in plain blocks.
+
+    Blocks that are wrapped for activation checkpointing read the random state, for which the host
+    waits.
+    """
+    if not isinstance(model, Decoder) or any(type(x) is not Block for x in model.blocks):
+        return False
+    return not any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
 @torch.no_grad()
