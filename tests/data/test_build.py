@@ -17,9 +17,10 @@ from longspan.cli import main
 from longspan.data.build import build
 from longspan.data.documents import Fields
 from longspan.data.inspection import inspect_folder
-from longspan.data.shards import ShardFile, read_index
+from longspan.data.shards import ShardFile, read_index, read_loss
 from longspan.data.tokenizer import JsonTokenizer, load_tokenizer
 from longspan.errors import UserError
+from longspan.models.generation import encode_prompt
 
 
 def documents(folder: Path, split: str) -> list[bytes]:
@@ -409,6 +410,37 @@ def test_a_file_without_records_is_not_taken_for_text_where_records_are_meant(
     for fields in (Fields(prompt="q", answer="a"), Fields(loss="on")):
         with pytest.raises(UserError, match=r"in\.txt has no records, but --prompt"):
             build([tmp_path / "in.txt"], tmp_path / "out", fields=fields)
+
+
+def test_documents_and_prompts_begin_as_the_tokenizer_says(tmp_path: Path) -> None:
+    """As transformers encodes them; a prompt that begins so by itself gets no second one."""
+    tokenizers = pytest.importorskip("tokenizers")
+    transformers = pytest.importorskip("transformers")
+    known = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}
+    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(known, unk_token="<unk>"))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    inner.add_special_tokens(["<s>", "</s>"])
+    template = tokenizers.processors.TemplateProcessing
+    inner.post_processor = template("<s> $A", special_tokens=[("<s>", 1)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(tmp_path)
+    assert encode_prompt(tokenizer, "a b") == theirs("a b").input_ids == [1, 3, 4]
+    assert encode_prompt(tokenizer, "<s> a") == [1, 3]
+    lines = [{"text": "a b", "q": "b ", "a": "a"}, {"text": "b", "q": "", "a": "b"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options: dict[str, Any] = {"tokenizer": tmp_path / "tokenizer.json", "validation": 0}
+    for name, fields in (("plain", Fields()), ("answers", Fields(prompt="q", answer="a"))):
+        index = build([tmp_path / "in.jsonl"], tmp_path / name, fields=fields, **options)
+        (shard,) = index.shards
+        tokens = np.fromfile(tmp_path / name / shard.file, dtype="<u1").tolist()
+        loss = read_loss(tmp_path / name, shard)
+        if name == "plain":
+            assert (tokens, shard.document_ends, loss) == ([1, 3, 4, 2, 1, 4, 2], [4, 7], None)
+        else:
+            assert (tokens, shard.document_ends) == ([1, 4, 3, 2, 1, 4, 2], [4, 7])
+            assert loss is not None
+            assert loss.tolist() == [[2, 4], [5, 7]]
 
 
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ def test_the_space_before_an_answer_is_counted() -> None:
     tokenizers = pytest.importorskip("tokenizers")
     inner = tokenizers.Tokenizer(tokenizers.models.WordLevel({"▁a": 0, "▁b": 1, "b": 2}, "b"))
     inner.decoder = tokenizers.decoders.Metaspace()
-    tokenizer: Any = SimpleNamespace(decode=inner.decode, eos=None)
+    tokenizer: Any = SimpleNamespace(decode=inner.decode, eos=None, bos=())
     assert tokenizer.decode([1]) == "b"
     assert text_bytes(sample_of([0, 1], [1, -100]), tokenizer) == 2
 

@@ -152,17 +152,18 @@ class Building:
     def _pieces(self, reader: Reader) -> Iterator[Piece]:
         for document, place in reader.documents(self._place):
             split, first = self._split_of(document), 0
-            text, edges = "", None
+            text, edges, has_begin = "", None, document.has_special
             for following in document.pieces():
                 if text:
-                    yield Piece(text, split, edges)
+                    yield Piece(text, split, edges, has_begin)
+                    has_begin = False
                 text, stop = following, first + len(following)
                 if document.loss is not None:
                     spans = clipped(document.loss, first, stop)
                     edges = [edge for span in spans for edge in span]
                 first = stop
-            end = DocumentEnd(document.end_has_loss, document.has_end, place, reader.fraction)
-            yield Piece(text, split, edges, end)
+            end = DocumentEnd(document.end_has_loss, document.has_special, place, reader.fraction)
+            yield Piece(text, split, edges, has_begin, end)
 
     def _split_of(self, document: Document) -> Split:
         if document.split is not None or self._threshold == 0:
@@ -175,7 +176,12 @@ class Building:
         return "validation" if value < self._threshold else "train"
 
     def _write_piece(self, piece: Piece, marked: Marked) -> int:
+        """Write the tokens of a piece, at the beginning of a document after `bos`."""
         tokens, edges = marked
+        bos = self._encoder.bos if piece.has_begin and len(tokens) else ()
+        if tuple(tokens[: len(bos)].tolist()) != bos:
+            tokens = np.concatenate([np.array(bos, dtype=np.int64), tokens])
+            edges = [edge + len(bos) for edge in edges]
         if len(tokens) and tokens.max() >= self._encoder.vocab:
             raise UserError(
                 f"the tokenizer {self._encoder.name} gives token {tokens.max()}, but its "

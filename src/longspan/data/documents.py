@@ -27,8 +27,8 @@ class Document:
     """The characters that have a loss, in increasing order; None for all of them."""
     end_has_loss: bool = True
     """Whether the end-of-text token after it has a loss."""
-    has_end: bool = True
-    """Whether an end-of-text token follows; chat templates have their own."""
+    has_special: bool = True
+    """Whether beginning and end-of-text tokens are added; chat templates have their own."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def document_of(
         if not isinstance(record, dict) or fields.chat not in record:
             raise UserError(f"{where} has no field {fields.chat!r}, {_got(record)}: set --chat")
         text, spans = template.render(record[fields.chat], where)
-        return Document(_in_memory(text), split, spans, has_end=False)
+        return Document(_in_memory(text), split, spans, has_special=False)
     if fields.prompt is not None and fields.answer is not None:
         prompt = _text_of(record, fields.prompt, where, "set --prompt")
         text = prompt + _text_of(record, fields.answer, where, "set --answer")

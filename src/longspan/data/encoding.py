@@ -36,6 +36,8 @@ class Piece:
     split: Split
     edges: Sequence[int] | None
     """Where characters with a loss begin and end, alternating; None if all have one."""
+    has_begin: bool = False
+    """Whether it begins a document, before which the tokenizer may have a token."""
     end: DocumentEnd | None = None
     """Set for the last piece of a document, which may be without text."""
 

@@ -37,6 +37,8 @@ class Tokenizer(Protocol):
     """The id of the end-of-document token, if the tokenizer has one."""
     eos_token: str | None
     """The text of that token."""
+    bos: tuple[int, ...]
+    """Ids that begin every document and prompt, such as the <s> of Llama; usually none or one."""
 
     def encode(self, text: str) -> list[int]: ...
     def encode_batch(self, texts: Sequence[str], edges: Sequence[Edges]) -> list[Marked]: ...
@@ -50,6 +52,7 @@ class ByteTokenizer:
     vocab = 256
     eos: int | None = 0
     eos_token: str | None = "\0"
+    bos: tuple[int, ...] = ()
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode("utf-8"))
@@ -91,14 +94,25 @@ class JsonTokenizer:
             self._inner.no_truncation()
             self._inner.no_padding()
             self.vocab = max(self._inner.get_vocab().values(), default=0) + 1  # ids may have gaps
+            self.bos = self._find_bos()
         if self.vocab > MAX_VOCAB:
             raise UserError(
                 f"{path} has a token of id {self.vocab - 1}: expected ids below {MAX_VOCAB:,}"
             )
+        if any(token >= self.vocab for token in self.bos):
+            raise UserError(f"{path} begins texts with the token {max(self.bos)}, which it lacks")
         self.sha256 = hashlib.sha256(content).hexdigest()
         stem = path.parent.resolve().name if path.name == TOKENIZER else path.name
         self.name = "".join(character for character in stem if character.isprintable())[:255]
         self.eos_token, self.eos = self._find_eos(path, eos)
+
+    def _find_bos(self) -> tuple[int, ...]:
+        """What the tokenizer puts before a text where it adds special tokens."""
+        plain, whole = (self._inner.encode("a", add_special_tokens=x).ids for x in (False, True))
+        for start in range(len(whole) - len(plain) + 1):
+            if plain and whole[start : start + len(plain)] == plain:
+                return tuple(whole[:start])
+        return ()
 
     def _find_eos(self, path: Path, given: str | None) -> tuple[str | None, int | None]:
         config, named, where = path.parent / TOKENIZER_CONFIG, given, "--eos"

@@ -165,13 +165,12 @@ def _tokenizer_of_tasks(source: Source, run: Run, wanted: Wanted) -> Tokenizer |
 
 
 def _filler(source: Source) -> list[int]:
-    """Tokens of text of the validation split, without padding and ends of documents."""
-    eos = source.tokenizer.eos if source.tokenizer else None
+    """Tokens of text of the validation split, without padding and where documents meet."""
+    assert source.tokenizer is not None
+    special = [*source.tokenizer.bos, source.tokenizer.eos]
     found: list[int] = []
     for sample in source.validation_samples(FILLER):
-        is_text = (
-            np.ones(len(sample.tokens), dtype=np.bool_) if eos is None else sample.tokens != eos
-        )
+        is_text = ~np.isin(sample.tokens, [token for token in special if token is not None])
         if sample.documents is not None:
             is_text &= sample.documents >= 0
         found += sample.tokens[is_text].tolist()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -71,9 +71,10 @@ def run_cell(
     """Ask the model; None if the length has no room for the task."""
     rng = random.Random(f"{cell}")
     make = _needle if cell.task == "needle" else _pairs
-    if (trial := make(tokenizer, filler, cell, rng)) is None:
+    inner = replace(cell, length=cell.length - len(tokenizer.bos))
+    if (trial := make(tokenizer, filler, inner, rng)) is None:
         return None
-    tokens = torch.tensor(trial.tokens, device=device)
+    tokens = torch.tensor([*tokenizer.bos, *trial.tokens], device=device)
     logits = last_logits(model, tokens[:-1], trial.answer)[:, : tokenizer.vocab]
     is_right = bool((logits.argmax(-1) == tokens[-trial.answer :]).all())
     return Outcome(cell, trial.distance, is_right)

@@ -329,11 +329,11 @@ class StreamDecoder:
 
 
 def encode_prompt(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Tokenize the prompt, which must give at least one token."""
-    tokens = tokenizer.encode(prompt)
+    """Tokenize the prompt, which must give at least one token, as a document begins."""
+    tokens, bos = tokenizer.encode(prompt), list(tokenizer.bos)
     if not tokens:
         raise UserError(f"the tokenizer {tokenizer.name} gives no token for the prompt {prompt!r}")
-    return tokens
+    return tokens if tokens[: len(bos)] == bos else [*bos, *tokens]
 
 
 def sample_tokens(logits: Tensor, draw: Tensor, sampling: Sampling) -> Tensor:
