@@ -74,7 +74,7 @@ def test_tab_completes_in_a_real_bash(tmp_path: Path) -> None:
         for typed, completed in (
             ("longspan tra\t", "longspan train "),
             ("train.optimizer=adamw8\t", "train.optimizer=adamw8bit "),
-            ("train.global_b\t", "train.global_batch="),
+            ("train.micro_b\t", "train.micro_batch="),
             ("4 --rest\t", "4 --restarts "),
         ):
             terminal.type(typed)
