@@ -115,6 +115,17 @@ def test_two_ranks_give_what_one_gives(by_character: Path, ranks: Ranks) -> None
     assert both == [alone, alone]
 
 
+def test_ranks_that_split_a_model_give_what_one_gives(by_character: Path, ranks: Ranks) -> None:
+    options = [*overrides(by_character), "data.context=256"]
+    alone = evaluate_on_rank(0, 1, str(by_character / "hf"), options)
+    for found in ranks.run(
+        evaluate_on_rank, 2, str(by_character / "hf"), [*options, "layout.tensor=2"]
+    ):
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-6)
+        assert found["tokens"] == alone["tokens"]
+        assert found["recall"] == alone["recall"]
+
+
 def test_recall_needs_a_tokenizer_that_knows_digits(folder: Path) -> None:
     """With one unknown token for every number each answer would be the same."""
     for task in ("needle", "pairs"):
@@ -210,7 +221,7 @@ def test_a_loss_that_is_not_finite_is_null_and_not_drawn() -> None:
     [
         (["data.source=builtin"], (), "not that of"),
         (["data.source=nowhere"], (), "nowhere"),
-        (["layout.tensor=2"], (), "layout"),
+        (["layout.tensor=2"], (), "layout.tensor = 2 needs a multiple of 2 processes"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(

@@ -72,7 +72,8 @@ def add(commands: Commands) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="number of processes that share samples and questions, each with the whole model",
+        help="number of processes that share samples and questions, each with the whole model, "
+        "or split by layout.tensor=N",
     )
     add_ema(parser)
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures as SVG")

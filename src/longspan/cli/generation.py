@@ -130,6 +130,7 @@ def _add_serve(commands: Commands) -> None:
         metavar="FILE",
         help="file with the token that clients must send (default: a new one is printed)",
     )
+    add_ema(parser)
 
 
 def serve(args: argparse.Namespace) -> None:
@@ -145,7 +146,7 @@ def serve(args: argparse.Namespace) -> None:
         from longspan.serve import Server
     with ExitStack() as stack:
         with waiting(f"loading {args.run_dir}"):
-            opened = open_generator(args.run_dir, key_file=args.key_file)
+            opened = open_generator(args.run_dir, key_file=args.key_file, ema=args.ema)
             generator = stack.enter_context(opened)
         server = stack.enter_context(Server(generator, args.port or 0, token))
         print(f"base URL {server.url}, model {generator.name}", flush=True)

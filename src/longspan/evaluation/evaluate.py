@@ -14,17 +14,19 @@ import torch.distributed as dist
 from longspan.config import Layout, Run
 from longspan.data import Source, open_source
 from longspan.data.tokenizer import Tokenizer
-from longspan.device import autocast
+from longspan.device import autocast, choose_device
 from longspan.errors import UserError
 from longspan.evaluation.losses import Losses, in_order, sample_loss
 from longspan.evaluation.recall import Outcome, accuracies, cells, run_cell
 from longspan.export.side_files import is_tokenizer_of
 from longspan.hf_config import read_folder_config
 from longspan.nn import eval_mode
-from longspan.parallel.mesh import open_mesh
+from longspan.parallel.mesh import ParallelMesh, open_mesh
 from longspan.parallel.world import World
+from longspan.runfile import load_run
+from longspan.runfile.reading import parse_override
 from longspan.tracking.metrics import finite
-from longspan.trained import is_huggingface_folder, load_huggingface, load_trained
+from longspan.trained import HERE, is_huggingface_folder, load_huggingface, load_trained
 
 T = TypeVar("T")
 TOKENS = 1 << 20
@@ -87,16 +89,50 @@ def evaluate(
 ) -> Evaluation:
     """Evaluate the model in a run folder or a Hugging Face folder, on its validation split.
 
-    With `ema` the weights are the averages of `train.ema`.
+    With `ema` the weights are the averages of `train.ema`. The override `layout.tensor` has so many
+    ranks split the model.
     """
+    layout, own = _layout(overrides, world)
+    device = choose_device(load_run(None, [*HERE, *_device(overrides)]), world.local_rank)
+    with open_mesh(layout, world, device) as mesh:
+        return _evaluate(folder, [*own, *overrides], wanted, mesh, key_file, ema)
+
+
+def _layout(overrides: Sequence[str], world: World) -> tuple[Layout, list[str]]:
+    """How ranks share the work: `layout.tensor` of them split a model. And overrides for it."""
+    parsed = [parse_override(override) for override in overrides]
+    found = [value for keys, value in parsed if keys == ("layout", "tensor")]
+    tensor = found[-1] if found and isinstance(found[-1], int) and found[-1] > 0 else 1
+    if world.size % tensor:
+        raise UserError(
+            f"layout.tensor = {tensor} needs a multiple of {tensor} processes, but there "
+            f"{'is' if world.size == 1 else 'are'} {world.size}: give --nproc {tensor}"
+        )
+    replicas = world.size // tensor
+    own = [f"layout.replicate={replicas}", "train.micro_batch=1", f"train.global_batch={replicas}"]
+    return Layout(replicate=replicas, tensor=tensor), own if world.size > 1 else []
+
+
+def _device(overrides: Sequence[str]) -> list[str]:
+    return [x for x in overrides if parse_override(x)[0] == ("train", "device")]
+
+
+def _evaluate(
+    folder: Path,
+    overrides: Sequence[str],
+    wanted: Wanted,
+    mesh: ParallelMesh,
+    key_file: str,
+    ema: bool,
+) -> Evaluation:
     step, changes = None, list[str]()
     if is_huggingface_folder(folder):
         if ema:
             raise UserError(f"--ema needs the folder of a run, but {folder} is of Hugging Face")
-        run, model = load_huggingface(folder, overrides)
+        run, model = load_huggingface(folder, overrides, mesh)
         changes = read_folder_config(folder).changes(run)
     else:
-        run, model, step = load_trained(folder, key_file, overrides, ema=ema)
+        run, model, step = load_trained(folder, key_file, overrides, mesh, ema=ema)
     source = _open(folder, run)
     device = model.embedding.weight.device
     samples = []
@@ -111,17 +147,18 @@ def evaluate(
     text = _tokenizer_of_tasks(source, run, wanted)
     trials = cells(wanted.tasks, run.data.context, wanted.trials) if wanted.tasks else []
     filler = _filler(source) if "needle" in wanted.tasks else []
-    replicas = Layout(replicate=world.size)
-    with open_mesh(replicas, world, device), eval_mode(model), autocast(run.train):
+    tensor, replicas = mesh.ranks["tensor"], mesh.ranks["replicate"]
+    rank = mesh.world.rank // tensor  # ranks that split a model are neighbours
+    with eval_mode(model), autocast(run.train):
         found = []
-        for index in range(world.rank, len(samples), world.size):
+        for index in range(rank, len(samples), replicas):
             found.append(sample_loss(model, samples[index], index, source.tokenizer, device))
         outcomes = list[Outcome | None]()
-        for index in range(world.rank, len(trials), world.size):
+        for index in range(rank, len(trials), replicas):
             assert text is not None
             outcomes.append(run_cell(model, text, filler, trials[index], device))
-        every = in_order(_gathered(found, world))
-        answered = [x for x in in_order(_gathered(outcomes, world)) if x is not None]
+        every = in_order(_gathered(found, mesh.world)[::tensor])
+        answered = [x for x in in_order(_gathered(outcomes, mesh.world)[::tensor]) if x is not None]
     losses = Losses(every) if samples else None
     if losses is not None and not losses.tokens:
         raise UserError("no token of the validation samples has a loss")
