@@ -28,6 +28,7 @@ from longspan.models import new_decoder
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World
 from longspan.planning.check import check_plan
+from longspan.planning.ladder import ladder
 from longspan.planning.memory import memory_per_rank
 from longspan.planning.run_time import predict
 from longspan.planning.search import usable_memory
@@ -149,6 +150,19 @@ def test_auto_takes_the_largest_chunks_that_fit(tmp_path: Path) -> None:
             builtin="cuda",
             hardware="rtx4090",
         )
+
+
+def test_chunks_are_a_rung_of_the_ladder() -> None:
+    options = ["model.preset=125m", "data.source=recall", "train.micro_batch=1"]
+    options += ["train.global_batch=1", "data.context=8388608", "train.precision=bf16"]
+    run, h200 = load_run(None, options, builtin="cuda"), device_of("h200")
+    found = ladder(run, 1, h200, int(usable_memory(h200)))
+    assert found is not None
+    (rung,) = [x for x in found.rungs if x["setting"].startswith("train.chunk_tokens")]
+    assert rung["setting"] == "train.chunk_tokens=4194304"
+    assert 0.6 < rung["speed"] < 0.9
+    assert found.together is not None
+    assert any(x.startswith("train.chunk_tokens=") for x in found.together)
 
 
 def _bf16(run: Run) -> Run:

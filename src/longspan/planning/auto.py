@@ -12,6 +12,7 @@ import os
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.hardware import Device, cpu_device, device_of, find_device, may_have_gpu
+from longspan.planning.chunks import chunk_sizes
 from longspan.planning.memory import memory_per_rank
 from longspan.planning.run_time import with_precision
 from longspan.planning.search import TRAIN_KEYS, Search, search, usable_memory
@@ -51,14 +52,11 @@ def choose_layout(run: Run, world: int, hardware: str | None = None) -> Run:
 def choose_chunks(run: Run, world: int, hardware: str | None = None) -> Run:
     """The run with whole sequences if they fit the devices, else in the largest chunks that do.
 
-    The devices are those of this machine, or `hardware`. Tried are powers of two, and segments.
+    The devices are those of this machine, or `hardware`.
     """
     device = device_of(hardware) if hardware else this_device(run, world)
-    segments = {w for layer in run.attention.cycle for w in layer.segment_lengths}
-    powers = {1 << power for power in range(10, run.data.context.bit_length())}
-    sizes = sorted((x for x in segments | powers if x < run.data.context), reverse=True)
     least = 0
-    for size in (0, *sizes):
+    for size in (0, *chunk_sizes(run)):
         train = run.train.with_chunks(size)
         found = run.model_copy(update={"train": train})
         sections = {name: getattr(found, name) for name in type(found).model_fields}

@@ -13,8 +13,11 @@ from longspan.attention.context_parallel.chunk_plan import count_rows
 from longspan.attention.context_parallel.shards import Heads
 from longspan.attention.pattern import Dense, Dilated, patterns_of
 from longspan.config import Run
+from longspan.rules.chunks import chunk_rules
 
 FP32_BYTES = 4
+MIN_POWER = 10
+"""Of two: smaller chunks are not chosen."""
 ROWS = "rows of earlier chunks"
 """What `train.offload_chunk_rows` offloads."""
 
@@ -49,6 +52,22 @@ def chunks_of(run: Run) -> Chunks | None:
         ),
         count,
     )
+
+
+def chunk_sizes(run: Run) -> list[int]:
+    """The sizes of chunks that its pattern allows, the largest first: powers of two, and segments.
+
+    Only those below its own, if it has chunks.
+    """
+    limit = run.train.chunk_tokens or run.data.context
+    segments = {w for layer in run.attention.cycle for w in layer.segment_lengths}
+    powers = {1 << power for power in range(MIN_POWER, limit.bit_length())}
+    sizes = sorted((x for x in segments | powers if 1 << MIN_POWER <= x < limit), reverse=True)
+    return [
+        size
+        for size in sizes
+        if not any(chunk_rules(run.train.with_chunks(size), run.attention, run.data))
+    ]
 
 
 def row_bytes(run: Run, tensor: int) -> dict[str, int]:

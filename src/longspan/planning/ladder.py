@@ -12,11 +12,14 @@ from typing import Any
 
 from longspan.config import Run
 from longspan.hardware import Device
+from longspan.planning.chunks import chunk_sizes
 from longspan.planning.memory import memory_per_rank
 from longspan.planning.run_time import predict
 from longspan.rules import first_layout_problem
 
 GIB = 2**30
+MIN_CHUNKED = 1 << 16
+"""Contexts from which on chunks are suggested."""
 Change = Callable[[Run], Run]
 
 
@@ -153,6 +156,11 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
     if train.optimizer == "adamw" and is_native:
         change = _set("train", optimizer="adamw8bit")
         yield "train.optimizer=adamw8bit", "8-bit moments", change, 1
+    long = run.data.context >= MIN_CHUNKED and is_native and not run.model.factory
+    if long and (sizes := chunk_sizes(run)):
+        change = _set("train", chunk_tokens=sizes[0])
+        cost = "a forward pass more, about a quarter"
+        yield f"train.chunk_tokens={sizes[0]}", cost, change, 1
     if train.activation_checkpointing != "full":
         change = _set("train", activation_checkpointing="full")
         yield f"{checkpointing}=full", "a second forward pass, about a third", change, 1

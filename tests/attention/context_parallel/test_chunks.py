@@ -73,6 +73,21 @@ def test_chunks_equal_the_oracle(
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
+@pytest.mark.parametrize("pattern", [Window(300, sinks=4), BlockSparse(64, local_window=256)])
+def test_chunks_of_any_size_give_the_same_bits(pattern: Pattern) -> None:
+    """Where the sums of a query do not depend on its chunk: those of a pattern without segments."""
+    torch.manual_seed(0)
+    qkv = tuple(torch.randn(3, 1, 1024, 1, 8))
+    grad = torch.randn(1, 1024, 1, 8)
+    inputs = tuple(x.requires_grad_() for x in qkv)
+    found = [
+        walk_in_chunks(inputs, grad, pattern, boundaries, (), None)[0]
+        for boundaries in ((0, 1024), (0, 512, 1024), (0, 256, 512, 768, 1024))
+    ]
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
+
+
 @pytest.mark.parametrize("pattern", PATTERNS.values(), ids=PATTERNS.keys())
 def test_kept_rows_are_those_that_later_chunks_see(pattern: Pattern) -> None:
     """Compared with the mask, position by position."""
