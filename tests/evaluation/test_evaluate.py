@@ -142,6 +142,20 @@ def test_a_needle_is_hidden_in_text_alone(by_character: Path) -> None:
     assert not {0, tokenizer.eos} & set(found)
 
 
+def test_a_rank_waits_for_the_slowest(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the end: a model may take an hour longer for the samples of one than of another."""
+    waits = list[float]()
+
+    def join(*_: Any, timeout_s: float = 600.0) -> Any:
+        waits.append(timeout_s)
+        raise UserError("joined")
+
+    monkeypatch.setattr("longspan.evaluation.evaluate.open_mesh", join)
+    with pytest.raises(UserError, match="joined"):
+        evaluate(folder / "hf", overrides(folder), Wanted(1, (), 1), World())
+    assert waits == [86400.0]
+
+
 class Copies:
     """A model that predicts what followed the last time when it saw the newest four tokens."""
 

@@ -31,6 +31,8 @@ from longspan.trained import HERE, is_huggingface_folder, load_huggingface, load
 T = TypeVar("T")
 TOKENS = 1 << 20
 """Of validation samples, unless their number is given."""
+WAIT_S = 86400.0
+"""How long a rank waits for the others at the end: they may have more or longer questions."""
 ANSWERS = "10234 56789 a1b2"
 """Digits and letters as questions have them, in pieces that no tokenizer knows as words."""
 FILLER = 16
@@ -94,7 +96,7 @@ def evaluate(
     """
     layout, own = _layout(overrides, world)
     device = choose_device(load_run(None, [*HERE, *_device(overrides)]), world.local_rank)
-    with open_mesh(layout, world, device) as mesh:
+    with open_mesh(layout, world, device, timeout_s=WAIT_S) as mesh:
         return _evaluate(folder, [*own, *overrides], wanted, mesh, key_file, ema)
 
 
