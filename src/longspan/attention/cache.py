@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from copy import copy
 
 import torch
@@ -15,6 +16,7 @@ from longspan.attention.pattern import Dense, Dilated, Pattern
 from longspan.dtypes import accumulation_dtype
 
 ANY = Mask(Dense())
+NOTHING = nullcontext()
 
 
 class Positions:
@@ -127,6 +129,7 @@ class KVCache:
             out = attend_checked(q, k, v, mask, scale)
             self._advance(tokens, q)
             return out
+        assert tokens == 1 or self._advances, "the layers of a model append tokens one by one"
         outputs = []
         for one in range(tokens):
             now = slice(one, one + 1)
@@ -178,8 +181,9 @@ class KVCache:
             if isinstance(self.pattern, Dilated):
                 rows = rows.index_select(1, layout.kv_head_of_slot)
             buffer.index_copy_(0, step.write, rows.flatten(0, 1))
-        attend = _attend_slots if _has_kernel(q) else _attend_rows
-        with torch.autocast(q.device.type, enabled=False):  # it would run the products in 16 bits
+        attend, kind = _attend_slots if _has_kernel(q) else _attend_rows, q.device.type
+        # Autocast would run the products in 16 bits; to enter it takes as long as one of them.
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else NOTHING:
             return attend(q, self.keys, self.values, step, scale, sinks)
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
