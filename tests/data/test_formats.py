@@ -6,6 +6,7 @@ import bz2
 import gzip
 import json
 import lzma
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from longspan.data.build import build
 from longspan.data.documents import Fields
+from longspan.data.open_input import read_columnar
 from longspan.errors import UserError
 from tests.data.test_building import build_until, contents
 
@@ -147,6 +149,25 @@ def test_text_that_is_not_utf8_and_two_columns_of_one_name_are_refused(tmp_path:
         parquet.write_table(table, tmp_path / "in.parquet")
         with pytest.raises(UserError, match=rf"in\.parquet .*{words}"):
             build([tmp_path / "in.parquet"], tmp_path / "out")
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "arrow", "feather"])
+def test_few_long_records_are_in_memory_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr("longspan.data.open_input.BATCH_BYTES", 1 << 20)
+    texts = [f"{n:03d}" + os.urandom(32768).hex() for n in range(64)]  # 64 KiB each
+    table = pyarrow.table({"n": range(64), "text": texts})
+    path = tmp_path / f"in.{suffix}"
+    if suffix == "parquet":
+        parquet.write_table(table, path, use_dictionary=False)
+    else:
+        kind = pyarrow.ipc.new_stream if suffix == "arrow" else pyarrow.ipc.new_file
+        with kind(str(path), table.schema) as file:
+            file.write_table(table)
+    batches = [records for records, _ in read_columnar(path, None, ["text"])]
+    assert [record["text"] for records in batches for record in records] == texts
+    assert 8 <= max(map(len, batches)) <= 16
 
 
 def test_a_column_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -142,6 +142,18 @@ def test_a_cuda_graph_computes_what_eager_steps_do(
     assert texts[0] == texts[1]
 
 
+def test_a_prompt_leaves_no_tensor_of_inference_mode_behind() -> None:
+    """Layouts, tables and constants that modules keep may be used in training later."""
+    model, modes = build_decoder(load_run(None, ["model.hidden=32", "data.context=16"]), CPU), []
+    model.norm.register_forward_hook(lambda *_: modes.append(torch.is_inference_mode_enabled()))
+    sampling = Sampling(20, temperature=0)
+    list(complete(model, ByteTokenizer(), "ab", sampling, device=CPU, context=16))
+    prompts = [i for i, is_inference in enumerate(modes) if not is_inference]
+    assert prompts[0] == 0
+    assert len(prompts) > 1  # also where the text goes on with the last half of the context
+    assert len(modes) > len(prompts)
+
+
 def test_only_plain_blocks_are_captured() -> None:
     run = load_run(None, ["model.hidden=32", "train.activation_checkpointing=full"])
     model = build_decoder(run, CPU)

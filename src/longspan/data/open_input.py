@@ -18,8 +18,8 @@ from longspan.files import open_regular, read_json_object
 
 COMPRESSED = (".gz", ".zst", ".bz2", ".xz")
 COLUMNAR = (".parquet", ".arrow", ".feather")
-BATCH_RECORDS = 256
-"""Records of a columnar file that are in memory at once."""
+BATCH_RECORDS, BATCH_BYTES = 256, 1 << 25
+"""Records of a columnar file that are in memory at once: so many, or of so many bytes if fewer."""
 MAX_STATE_BYTES = 1 << 24
 
 
@@ -95,7 +95,16 @@ def _read_parquet(pyarrow: Any, file: BinaryIO, columns: Sequence[str]) -> Batch
     opened = parquet.ParquetFile(file, pre_buffer=False, buffer_size=1 << 20)
     names = _columns_of(opened.schema_arrow.names, columns)
     total, done = opened.metadata.num_rows, 0
-    for batch in opened.iter_batches(BATCH_RECORDS, columns=names, use_threads=False):
+    groups = (opened.metadata.row_group(n) for n in range(opened.metadata.num_row_groups))
+    columns_of = ((group.column(n) for n in range(group.num_columns)) for group in groups)
+    size = sum(
+        column.total_uncompressed_size
+        for of_group in columns_of
+        for column in of_group
+        if column.path_in_schema.split(".")[0] in names
+    )
+    rows = _rows_at_once(size, total)
+    for batch in opened.iter_batches(rows, columns=names, use_threads=False):
         done += batch.num_rows
         yield _as_records(batch, opened.schema_arrow.names), done / total
 
@@ -112,10 +121,16 @@ def _read_arrow(pyarrow: Any, file: BinaryIO, columns: Sequence[str]) -> Batches
         opened = pyarrow.ipc.open_stream(file)
         batches = iter(opened)
     names = _columns_of(opened.schema.names, columns)
-    for batch in batches:
-        for start in range(0, batch.num_rows, BATCH_RECORDS):
-            part = batch.slice(start, BATCH_RECORDS).select(names)
-            yield _as_records(part, opened.schema.names), file.tell() / size
+    for whole in batches:
+        batch = whole.select(names)
+        rows = _rows_at_once(batch.nbytes, batch.num_rows)
+        for start in range(0, batch.num_rows, rows):
+            yield _as_records(batch.slice(start, rows), opened.schema.names), file.tell() / size
+
+
+def _rows_at_once(size: int, rows: int) -> int:
+    """How many of `rows` records, of `size` bytes in all, to have in memory at once."""
+    return max(1, min(BATCH_RECORDS, BATCH_BYTES * rows // max(1, size)))
 
 
 def _columns_of(names: Sequence[str], wanted: Sequence[str]) -> list[str]:
