@@ -336,3 +336,9 @@ def test_a_global_batch_in_tokens_is_one_of_sequences(tmp_path: Path) -> None:
 def test_a_global_batch_in_tokens_that_is_none_is_refused(options: list[str], message: str) -> None:
     with pytest.raises(UserError, match=rf"(?m)^  train.global_batch_tokens +{message}"):
         load_run(None, ["train.global_batch_tokens=256", *options])
+
+
+@pytest.mark.parametrize("options", [[FREEZE], [DROPOUT, Z_LOSS]], ids=ids)
+def test_a_sequence_walked_in_chunks_takes_the_same_steps(options: list[str]) -> None:
+    chunked = single_process_steps(*options, "train.chunk_tokens=16")
+    assert_same_steps([chunked], single_process_steps(*options))

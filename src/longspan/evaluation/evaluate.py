@@ -56,7 +56,8 @@ class Evaluation:
     """Of the checkpoint."""
     data: str
     changes: list[str]
-    """What is computed otherwise than the config.json of a Hugging Face folder says."""
+    """What is computed otherwise than the config.json of a Hugging Face folder says, or than with
+    the weights of a checkpoint."""
     losses: Losses | None
     recall: list[dict[str, float | str]]
 
@@ -135,6 +136,7 @@ def _evaluate(
         changes = read_folder_config(folder).changes(run)
     else:
         run, model, step = load_trained(folder, key_file, overrides, mesh, ema=ema)
+        changes += ["the weights are averages (train.ema)"] if ema else []
     source = _open(folder, run)
     device = model.embedding.weight.device
     samples = []

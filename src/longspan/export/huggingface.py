@@ -139,6 +139,8 @@ def export(
         notes.append(f"for its {kind} attention, import longspan.hf before transformers loads it")
     if run.model.linear != "dense":
         notes.append(f"{run.model.linear} layers were exported as the equivalent dense layers")
+    if ema:
+        notes.append("the weights are averages (train.ema)")
     if run.model.lora.rank:
         notes.append("LoRA's updates were merged into the weights")
     if tokenizer is None:
