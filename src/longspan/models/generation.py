@@ -220,7 +220,8 @@ class TokenBatch:
 
     def _prefill(self, tokens: list[int]) -> tuple[Tensor, KVCaches]:
         caches = self._model.new_caches(self._capacity)
-        with self._forward_context():
+        # Kernels keep tables between calls, which training could not use from inference mode.
+        with torch.inference_mode(mode=False), torch.no_grad(), self._forward_context():
             given = torch.tensor([tokens], device=self._device)
             return self._model.next_logits(given, caches), caches
 
