@@ -44,6 +44,11 @@ class RunRates(MatmulRates):
     """The same of blocks that are not compiled, in units of compiled ones."""
     loss_traffic: float = 46.0
     """Bytes that the chunked loss moves per logit besides its matrix products."""
+    split_loss_traffic: float = 46.0
+    """The same if ranks split the vocabulary: the softmax is no single kernel then."""
+    chunk_overhead: float = 0.2
+    """Time of a step in chunks beyond its passes, in units of these: rows are gathered, and kernels
+    are short."""
     weight_traffic: float = 18.0
     """Bytes per parameter and micro-batch: the 16-bit copy, and the sum of its gradients."""
     optimizer_traffic: float = 40.0

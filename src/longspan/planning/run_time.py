@@ -165,6 +165,7 @@ def _in_chunks(run: Run, chunks: Chunks, gpus: int, device: Device, rates: RunRa
         "attention": found.parts["attention"] + more,
         "forward pass for rows": forward * (chunks.per_sample - 1) / chunks.per_sample,
     }
+    parts["gathering rows of chunks"] = rates.chunk_overhead * sum(parts.values())
     if run.train.offload_chunk_rows:  # written once, read in each pass
         rows = row_bytes(run, run.layout.resolve(gpus)["tensor"])[ROWS]
         parts["offload"] = parts.get("offload", 0.0) + 3 * rows / rates.host_link
@@ -329,7 +330,8 @@ def _head(run: Run, shape: _Shape, device: Device, rates: RunRates) -> dict[str,
     vocab = model.vocab / shape.tensor
     products = 3 if trains(model, run.train.freeze, head_name(model)) else 2
     seconds = products * matmul_s(shape.tokens, vocab, float(model.hidden), shape.peak, rates)
-    moved = rates.loss_traffic * shape.width / 2 * shape.tokens * vocab
+    per_logit = rates.loss_traffic if shape.tensor == 1 else rates.split_loss_traffic
+    moved = per_logit * shape.width / 2 * shape.tokens * vocab
     moved += rates.weight_traffic * vocab * model.hidden
     return {"loss": seconds + moved / bandwidth}
 
