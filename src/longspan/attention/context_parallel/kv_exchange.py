@@ -149,7 +149,7 @@ class RowPlan(Protocol):
 class RemoteRows(Protocol):
     """Where the rows come from that queries see and do not have at hand.
 
-    From other ranks (`KVExchange`), or from earlier chunks of a sequence (`chunks.EarlierRows`).
+    From other ranks (`KVExchange`), or from earlier chunks (`chunk_rows.EarlierRows`).
     """
 
     @property
