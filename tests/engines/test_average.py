@@ -84,14 +84,15 @@ def test_a_skipped_step_leaves_the_average(kind: str) -> None:
     optimizer = build_optimizer(model, Train(ema=0.5, optimizer=kind, lr=0.1))  # type: ignore[arg-type]
     weight = next(iter(model.parameters()))
     seen = []
-    for skip in (0.0, 1.0, 0.0):
+    for skip in (0.0, 0.0, 1.0):
         for parameter in model.parameters():
             parameter.grad = torch.ones_like(parameter)
         step_unless(torch.tensor(skip), optimizer)
         seen.append((weight.detach().clone(), optimizer.state[weight]["ema"].clone()))
     assert torch.equal(seen[0][0], seen[0][1])
-    assert torch.equal(seen[1][1], seen[0][1])
-    torch.testing.assert_close(seen[2][1], (seen[0][0] + seen[2][0]) / 2)
+    torch.testing.assert_close(seen[1][1], (seen[0][0] + seen[1][0]) / 2)
+    assert torch.equal(seen[2][1], seen[1][1])
+    assert not torch.equal(seen[2][1], seen[2][0])
 
 
 @pytest.fixture(scope="module")
