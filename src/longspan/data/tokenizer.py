@@ -7,6 +7,8 @@ import json
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,10 +110,17 @@ class JsonTokenizer:
 
     def _find_bos(self) -> tuple[int, ...]:
         """What the tokenizer puts before a text where it adds special tokens."""
-        plain, whole = (self._inner.encode("a", add_special_tokens=x).ids for x in (False, True))
-        for start in range(len(whole) - len(plain) + 1):
-            if plain and whole[start : start + len(plain)] == plain:
-                return tuple(whole[:start])
+        # Some know neither this text nor a token for what they do not know.
+        for text in ("a", *islice(self._inner.get_vocab(), 100)):
+            try:
+                with _library_errors("of the next text we may learn more"):
+                    encode = partial(self._inner.encode, text)
+                    plain, whole = (encode(add_special_tokens=x).ids for x in (False, True))
+            except UserError:
+                continue
+            for start in range(len(whole) - len(plain) + 1):
+                if plain and whole[start : start + len(plain)] == plain:
+                    return tuple(whole[:start])
         return ()
 
     def _find_eos(self, path: Path, given: str | None) -> tuple[str | None, int | None]:
