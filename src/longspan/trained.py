@@ -24,7 +24,7 @@ from longspan.export.huggingface import weight_reader
 from longspan.export.lora import base_reader, check_base
 from longspan.hf_config import read_folder_config
 from longspan.models import Decoder, new_decoder, stored_shapes
-from longspan.models.decoder import allocate
+from longspan.models.initial import allocate
 from longspan.parallel.dtensor import distribute_like
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.tensor import apply_tensor_parallel

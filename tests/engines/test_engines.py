@@ -22,7 +22,7 @@ from longspan.config import Run
 from longspan.engines import Engine
 from longspan.engines.optimizer import set_learning_rate
 from longspan.engines.settings import zero_stage
-from longspan.models.decoder import initial_weight
+from longspan.models.initial import initial_weight
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training import train

@@ -13,7 +13,8 @@ from longspan.attention import BlockSparse, Dense, Dilated, Pattern, Window
 from longspan.config import Model
 from longspan.constants import IGNORE_INDEX
 from longspan.data import Batch
-from longspan.models.decoder import Decoder, initialize
+from longspan.models.decoder import Decoder
+from longspan.models.initial import initialize
 from longspan.parallel.chunks import ChunkedDecoder
 from longspan.planning.tracing import LiveMemory
 from tests.harness import Ranks

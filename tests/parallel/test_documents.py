@@ -17,7 +17,8 @@ from longspan.attention import BlockSparse, Dense, Dilated, Pattern, Window
 from longspan.config import Model
 from longspan.data.build import build
 from longspan.data.documents import Fields
-from longspan.models.decoder import Decoder, document_positions, initialize
+from longspan.models.decoder import Decoder, document_positions
+from longspan.models.initial import initialize
 from longspan.training.step import train_step
 from tests.engines.test_engines import run_in_fresh_processes, set_launcher_environment
 from tests.harness import Ranks

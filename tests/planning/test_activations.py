@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from longspan.config import Run
 from longspan.device import autocast
 from longspan.models import Decoder, new_decoder
-from longspan.models.decoder import allocate
+from longspan.models.initial import allocate
 from longspan.parallel.apply import apply_to_blocks
 from longspan.planning.activations import Activations
 from longspan.planning.parameters import Degrees

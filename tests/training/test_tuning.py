@@ -21,7 +21,7 @@ from longspan.data.source import TokenSource
 from longspan.errors import UserError
 from longspan.export.huggingface import export
 from longspan.models import new_decoder
-from longspan.models.decoder import initial_weight
+from longspan.models.initial import initial_weight
 from longspan.planning import memory_per_rank
 from longspan.runfile import load_run
 from longspan.training import train

@@ -24,8 +24,9 @@ from longspan.config import Run
 from longspan.device import DTYPES, autocast, resolve
 from longspan.errors import UserError
 from longspan.models import Decoder, new_decoder
-from longspan.models.decoder import SelfAttention, allocate
+from longspan.models.decoder import SelfAttention
 from longspan.models.decoding import DecodeStep, round_weights
+from longspan.models.initial import allocate
 from longspan.presets import SEGMENTS
 from longspan.runfile import load_run
 

@@ -9,7 +9,7 @@ from longspan.checkpoint import Region
 from longspan.config import Layout, Train
 from longspan.data import Batch
 from longspan.models import Decoder, parameter_shapes, stored_shapes
-from longspan.models.decoder import allocate, initial_weight, initialize
+from longspan.models.initial import allocate, initial_weight, initialize
 from longspan.parallel.apply import apply_to_blocks, materialize, parallelize
 from longspan.parallel.chunks import ChunkedDecoder
 from longspan.parallel.mesh import ParallelMesh

@@ -24,7 +24,7 @@ from longspan.export.huggingface import weight_reader
 from longspan.files import open_regular
 from longspan.hf_config import cache_root
 from longspan.models import new_decoder, parameter_shapes
-from longspan.models.decoder import initial_weight
+from longspan.models.initial import initial_weight
 
 SAMPLES, SAMPLE_BYTES = 64, 1 << 16
 """What a fingerprint reads of each file of weights."""

@@ -2,11 +2,11 @@
 
 from longspan.models.decoder import (
     Decoder,
-    build_decoder,
     new_decoder,
     parameter_shapes,
     stored_shapes,
 )
+from longspan.models.initial import build_decoder
 
 __all__ = [
     "Decoder",

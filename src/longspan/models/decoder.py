@@ -5,9 +5,7 @@ Shape suffixes: B batch, N tokens, H query heads, G key/value heads, D head_dim,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import torch
@@ -16,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.attention import KVCache, KVCaches, Pattern, attend, patterns_of
 from longspan.config import Model, Run
-from longspan.costs import is_adapter, linear_sizes, lora_rank_of, rank_of, trains
+from longspan.costs import is_adapter, lora_rank_of, rank_of, trains
 from longspan.errors import UserError
 from longspan.nn import (
     Dropout,
@@ -30,11 +28,7 @@ from longspan.nn import (
     logits_of,
 )
 from longspan.nn.precision import autocast_dtype
-from longspan.sketching.layers import LowRankLinear, SKLinear, low_rank_std, seed_of, sketched_std
-from longspan.torch_internals import has_dispatch_mode
-
-DRAWN_TOGETHER = 8
-"""Initial values that threads draw at a time: two minutes of a core for eight billion."""
+from longspan.sketching.layers import LowRankLinear, SKLinear, seed_of
 
 
 class SelfAttention(nn.Module):
@@ -345,77 +339,3 @@ def stored_shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
     """The shapes of those parameters that a checkpoint holds: all, or with LoRA its updates."""
     shapes, has_lora = parameter_shapes(model), model.config.lora.rank > 0
     return {name: shape for name, shape in shapes.items() if not has_lora or is_adapter(name)}
-
-
-def build_decoder(run: Run, device: torch.device) -> Decoder:
-    """The run's model on `device`, initialised from `train.seed`."""
-    model = new_decoder(run)
-    allocate(model, device)
-    initialize(model, run.train.seed, model.named_parameters())
-    return model
-
-
-@torch.no_grad()
-def initialize(
-    model: Decoder,
-    seed: int,
-    parameters: Iterable[tuple[str, nn.Parameter]],
-    distribute: Callable[[Tensor, Tensor], Tensor] = lambda full, _: full,
-) -> None:
-    """Initialise `parameters`, by their names in one process.
-
-    `distribute(full, parameter)` gives the shard of a full initial value that a rank holds.
-    """
-    waiting = list(parameters)
-    together = 1 if has_dispatch_mode() else DRAWN_TOGETHER  # a mode is that of one thread
-    with ThreadPoolExecutor(together) as pool:  # one thread draws a random stream
-        draw = map if together == 1 else pool.map
-        while waiting:
-            drawn, waiting = waiting[:together], waiting[together:]
-            shapes = {name: parameter.shape for name, parameter in drawn}
-            full = draw(partial(initial_weight, model.config, seed), shapes, shapes.values())
-            for (_, parameter), value in zip(drawn, full, strict=True):
-                parameter.copy_(distribute(value, parameter))
-
-
-def allocate(model: nn.Module, device: torch.device) -> None:
-    """Allocate the parameters of a model on the meta device, uninitialised."""
-    try:
-        model.to_empty(device=device)
-    except RuntimeError as error:
-        count = sum(p.numel() for p in model.parameters())
-        raise UserError(
-            f"out of memory: {count:,} parameters do not fit on {device}: {error}"
-        ) from error
-
-
-def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
-    """The initial value of a parameter, from its own random stream of (seed, name).
-
-    It depends on no device and no other parameter, and so on no layout. By default normal with std
-    √(2/(5·hidden)) ("SmallInit", Nguyen & Salazar 2019), divided by √(2·layers) for projections
-    into the residual stream. MAGNETO (Wang et al. 2022): Xavier, with gain √(ln 2·layers) on value,
-    out and MLP projections. Sketched and low-rank layers get factors with which their outputs have
-    the variance of a dense layer's.
-    """
-    *_, module, kind = name.split(".")
-    if kind in ("bias", "sinks", "lora_b"):
-        return torch.zeros(shape)
-    if len(shape) == 1:  # norms
-        return torch.full(shape, 1 - model.norm_offset)
-    if kind == "lora_a":
-        std = 1 / math.sqrt(shape[1])
-    elif model.sub_layer_norm and module not in ("embedding", "head"):
-        gain = 1.0 if module in ("query", "key") else math.sqrt(math.log(2 * model.layers))
-        layer = name.split(".", 2)[2].rsplit(".", 1)[0]  # of blocks.3.mlp.up.weight: mlp.up
-        std = gain * math.sqrt(2 / sum(linear_sizes(model)[layer]))
-    else:
-        std = math.sqrt(2 / (5 * model.hidden))
-        if module in ("out", "down"):
-            std /= math.sqrt(2 * model.layers)
-    if kind in ("s1", "s2") and model.linear == "low_rank":
-        std = low_rank_std(std, shape[1] if kind == "s1" else shape[0])
-    elif kind in ("s1", "s2"):
-        std = sketched_std(std, model.sketch.terms)
-    stream = torch.Generator().manual_seed(seed_of(seed, name))
-    return torch.randn(shape, generator=stream) * std

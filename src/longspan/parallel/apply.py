@@ -44,7 +44,7 @@ from longspan.config import Layout, Train
 from longspan.device import DTYPES
 from longspan.flops import stage_flops
 from longspan.models import Decoder
-from longspan.models.decoder import allocate, initialize
+from longspan.models.initial import allocate, initialize
 from longspan.parallel.activation_checkpointing import checkpointed
 from longspan.parallel.choices import reduce_dtype
 from longspan.parallel.dtensor import distribute_like
