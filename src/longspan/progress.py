@@ -109,8 +109,8 @@ def tolerant_stderr() -> Iterator[None]:
 class ProgressBar:
     """A context that shows how much is done: a bar in a terminal, lines elsewhere."""
 
-    def __init__(self, text: str) -> None:
-        self._text, self._console = text, stderr_console()
+    def __init__(self, text: str, *, quiet: bool = False) -> None:
+        self._text, self._console = text, stderr_console(quiet=quiet)
         self.is_terminal = self._console.is_terminal
         columns = (
             TextColumn("{task.description}"),
@@ -131,10 +131,14 @@ class ProgressBar:
         self._bar.stop()
 
     def update(self, detail: str, fraction: float) -> None:
-        text = f"{self._text}: {detail}"
-        self._bar.update(self._task, description=_escape(text), completed=fraction)
+        self.show(detail, fraction)
         if not self.is_terminal:
-            self.print(f"{text}, {fraction:.0%}")
+            self.print(f"{self._text}: {detail}, {fraction:.0%}")
+
+    def show(self, detail: str, fraction: float) -> None:
+        """`update` in a terminal, and nothing elsewhere."""
+        text = _escape(f"{self._text}: {detail}")
+        self._bar.update(self._task, description=text, completed=fraction)
 
     def print(self, text: str) -> None:
         """Print a line above the bar."""

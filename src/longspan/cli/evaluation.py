@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from longspan.cli.parser import Commands
 from longspan.cli.shared import DONE, JSON, add_ema, check_nproc
 from longspan.errors import UserError
-from longspan.progress import loading, waiting
+from longspan.progress import ProgressBar, loading
 from longspan.wording import counted
 
 if TYPE_CHECKING:
@@ -102,9 +102,15 @@ def evaluate(args: argparse.Namespace) -> None:
     world = world_of_environment()
     tasks = tuple(name for name in ("needle", "pairs") if getattr(args, name))
     wanted = Wanted(args.samples, tasks, args.trials)
-    with waiting(f"evaluating {args.folder}"):
+    with ProgressBar(f"evaluating {args.folder}", quiet=not world.is_main) as bar:
         found = evaluate_model(
-            args.folder, args.items, wanted, world, key_file=args.key_file, ema=args.ema
+            args.folder,
+            args.items,
+            wanted,
+            world,
+            key_file=args.key_file,
+            ema=args.ema,
+            report=bar.show,
         )
     if not world.is_main:
         return

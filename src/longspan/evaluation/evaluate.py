@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from longspan.tracking.metrics import finite
 from longspan.trained import HERE, is_huggingface_folder, load_huggingface, load_trained
 
 T = TypeVar("T")
+Report = Callable[[str, float], None]
 TOKENS = 1 << 20
 """Of validation samples, unless their number is given."""
 WAIT_S = 86400.0
@@ -89,16 +90,17 @@ def evaluate(
     *,
     key_file: str = "",
     ema: bool = False,
+    report: Report = lambda _detail, _fraction: None,
 ) -> Evaluation:
     """Evaluate the model in a run folder or a Hugging Face folder, on its validation split.
 
     With `ema` the weights are the averages of `train.ema`. The override `layout.tensor` has so many
-    ranks split the model.
+    ranks split the model. `report` is told what this rank has done, and which share of it.
     """
     layout, own = _layout(overrides, world)
     device = choose_device(load_run(None, [*HERE, *_device(overrides)]), world.local_rank)
     with open_mesh(layout, world, device, timeout_s=WAIT_S) as mesh:
-        return _evaluate(folder, [*own, *overrides], wanted, mesh, key_file, ema)
+        return _evaluate(folder, [*own, *overrides], wanted, mesh, key_file, ema, report)
 
 
 def _layout(overrides: Sequence[str], world: World) -> tuple[Layout, list[str]]:
@@ -127,6 +129,7 @@ def _evaluate(
     mesh: ParallelMesh,
     key_file: str,
     ema: bool,
+    report: Report,
 ) -> Evaluation:
     step, changes = None, list[str]()
     if is_huggingface_folder(folder):
@@ -156,10 +159,12 @@ def _evaluate(
     with eval_mode(model), autocast(run.train):
         found = []
         for index in range(rank, len(samples), replicas):
+            report(f"sample {index + 1:,} of {len(samples):,}", index / len(samples))
             found.append(sample_loss(model, samples[index], index, source.tokenizer, device))
         outcomes = list[Outcome | None]()
         for index in range(rank, len(trials), replicas):
             assert text is not None
+            report(f"trial {index + 1:,} of {len(trials):,}", index / len(trials))
             outcomes.append(run_cell(model, text, filler, trials[index], device))
         every = in_order(_gathered(found, mesh.world)[::tensor])
         answered = [x for x in in_order(_gathered(outcomes, mesh.world)[::tensor]) if x is not None]
