@@ -161,8 +161,7 @@ def save_grid(images: Tensor, path: str, rows: int = 4) -> None:
 def draw_samples(run_dir: str, picture: str) -> None:
     """Write samples of the EMA of a run's weights."""
     model = UNet()
-    weights = longspan.load_weights(run_dir, "optimizer")
-    model.load_state_dict({name: weights[f"{name}.ema"] for name in model.state_dict()})
+    model.load_state_dict(longspan.load_weights(run_dir, "ema"))
     torch.manual_seed(0)
     save_grid(sample(model, 32), picture)
 

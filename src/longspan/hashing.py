@@ -41,11 +41,15 @@ def uniform(seed: int, index: Tensor, *indices: Tensor) -> Tensor:
     return fold32(state, index, *indices).double() / 2.0**32
 
 
+FACTOR = 0x85EBCA77
+"""Of an index in `fold32`."""
+
+
 def fold32(state: Tensor | int, *indices: Tensor | int) -> Tensor:
     """A 32-bit hash, held in int64, of `state` and of each index in turn, broadcast together.
 
     Indices are int64 below 2³¹, and one of them is a tensor.
     """
     for i in indices:
-        state = lowbias32((state + i * 0x85EBCA77) & _MASK32)  # type: ignore[arg-type]
+        state = lowbias32((state + i * FACTOR) & _MASK32)  # type: ignore[arg-type]
     return state  # type: ignore[return-value]

@@ -100,11 +100,11 @@ class Block(nn.Module):
         documents: Tensor | None = None,
         dropout_keys: Tensor | None = None,
     ) -> Tensor:
-        """`dropout_keys`: `Dropout.keys` (batch, tokens); without them nothing is dropped."""
+        """`dropout_keys`: `Dropout.keys_of_layer` (batch, tokens); without, nothing is dropped."""
         y_BNC = self.attention(self.attention_norm(x_BNC), rope, cache, documents)
-        x_BNC = x_BNC + self.dropout(y_BNC, dropout_keys, 2 * self.index + 1)
+        x_BNC = x_BNC + self.dropout(y_BNC, dropout_keys, 1)
         y_BNC = self.mlp(self.mlp_norm(x_BNC))
-        return x_BNC + self.dropout(y_BNC, dropout_keys, 2 * self.index + 2)
+        return x_BNC + self.dropout(y_BNC, dropout_keys, 2)
 
 
 def _norm(model: Model, width: int) -> RMSNorm:
@@ -249,7 +249,9 @@ class Decoder(nn.Module):
             x_BNC = x_BNC.to(autocast_dtype(x_BNC) or x_BNC.dtype)
         x_BNC = self.dropout(x_BNC, keys, 0)
         for index, block in enumerate(self.blocks):
-            x_BNC = block(x_BNC, rope, caches.layers[index] if caches else None, documents, keys)
+            cache = caches.layers[index] if caches else None
+            of_layer = self.dropout.keys_of_layer(keys, index)
+            x_BNC = block(x_BNC, rope, cache, documents, of_layer)
         if caches is not None:
             caches.advance(tokens)
         out: Tensor = self.norm(x_BNC)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from longspan.hashing import fold32
+from longspan.hashing import FACTOR, fold32
 
 MAX_INDEX = 1 << 31
 """Of an index that is hashed at once."""
@@ -40,6 +40,13 @@ class Dropout:
         positions = positions.to(samples.device).chunk(ranks)[rank]
         sample = samples[:, None]
         return fold32(self._seed, sample // MAX_INDEX, sample % MAX_INDEX, positions[None])
+
+    def keys_of_layer(self, keys: Tensor | None, layer: int) -> Tensor | None:
+        """Keys with which the sites 1 and 2 are those of a layer: `site` + 2 · `layer`.
+
+        A block with the number of its layer would be compiled anew for each.
+        """
+        return None if keys is None else (keys + 2 * layer * FACTOR) % (1 << 32)
 
     def __call__(self, x: Tensor, keys: Tensor | None, site: int) -> Tensor:
         """x (batch, tokens, features) with elements dropped; unchanged without `keys`.

@@ -124,7 +124,9 @@ class Stage(nn.Module):
                 if torch.is_grad_enabled() and not x.requires_grad:
                     x.requires_grad_()  # all of the stage may be frozen, and its output needs one
             for index, block in enumerate(self.blocks):
-                x = block(x, rope, caches.layers[index] if caches else None, documents, keys)
+                cache = caches.layers[index] if caches else None
+                layer: int = block.index  # type: ignore[assignment]
+                x = block(x, rope, cache, documents, self.dropout.keys_of_layer(keys, layer))
             if self.norm is None or self.head is None:
                 return x
             x = self.norm(x)
