@@ -45,7 +45,7 @@ from longspan.training.step import train_step
 from tests.steps import open_state
 from tests.training.test_state import SMALL
 
-CASES = int(os.environ.get("LONGSPAN_FUZZ_CASES", "2000"))
+CASES = int(os.environ.get("LONGSPAN_FUZZ_CASES", "1000"))
 ONLY = os.environ.get("LONGSPAN_FUZZ_CASE", "")
 PART, PARTS = map(int, os.environ.get("LONGSPAN_FUZZ_PART", "0/1").split("/"))
 CPU_SECONDS, SECONDS, MEMORY = 5, 120, 1 << 30

@@ -15,6 +15,7 @@ from longspan.costs import count_parameters, linear_sizes
 from longspan.runfile import load_run
 from longspan.training.step import train_step
 from tests.harness import Ranks
+from tests.slow import slow
 from tests.steps import CPU, open_state
 
 LAYERS = 12
@@ -73,7 +74,7 @@ def bytes_per_parameter(rank: int, world: int, layout: list[str]) -> tuple[float
     return found[0] / count_parameters(run.model), found[-1] / count_parameters(run.model)
 
 
-@pytest.mark.parametrize("d", [2, 4])
+@pytest.mark.parametrize("d", [2, pytest.param(4, marks=slow("parity"))])
 @pytest.mark.parametrize("kind", ["replicate", "zero 1", "zero 2", "zero 3", "tensor"])
 def test_bytes_per_parameter(ranks: Ranks, kind: str, d: int) -> None:
     """fp32: parameter 4, gradient 4, moments 8. ZeRO-1 and 2 hold unsharded parameters beside the

@@ -105,7 +105,7 @@ class FaultyRun:
 @pytest.mark.parametrize(
     ("layout", "world", "lost"),
     [
-        pytest.param(["layout.replicate=2"], 2, [1, 0], id="replicate"),
+        pytest.param(["layout.replicate=2"], 2, [1, 0], marks=slow("elastic"), id="replicate"),
         pytest.param(
             ["layout.replicate=2", "layout.shard=2"],
             4,

@@ -91,7 +91,7 @@ def test_equals_the_oracle(
 
 
 @pytest.mark.skipif(HAS_GPU, reason="would compile each example")
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=2, deadline=None)
 @given(pattern=dilated_patterns(), tokens=st.integers(1, 30), is_causal=st.booleans())
 def test_any_dilated_pattern_equals_the_oracle(
     pattern: Dilated, tokens: int, is_causal: bool
