@@ -11,8 +11,8 @@ import longspan
 
 PACKAGE = Path(__file__).parents[1] / "src" / "longspan"
 GROUND = {"dtypes", "errors", "faults", "files", "hardware", "hashing", "presets", "toml"}
-GROUND |= {"caching", "vocabulary", "checks", "constants", "locking", "loopback", "progress"}
-GROUND |= {"generation", "stop_signals", "torch_internals", "wording"}
+GROUND |= {"caching", "vocabulary", "checks", "constants", "locking", "loopback", "loopback_server"}
+GROUND |= {"progress", "generation", "stop_signals", "torch_internals", "wording"}
 """Plain modules that anyone may import and that import no room."""
 
 MODEL = {"attention", "nn", "sketching", "models", "config", "costs", "flops"}

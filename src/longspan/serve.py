@@ -6,27 +6,25 @@ name this machine as its host. One request generates at a time; a request may ho
 
 from __future__ import annotations
 
-import hmac
 import json
 import re
 import secrets
-import sys
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from itertools import chain
 from typing import Any, TypeVar
 
 from longspan.errors import UserError
 from longspan.files import parse_json_object
 from longspan.generate import TextGenerator
+from longspan.loopback_server import HOST, LoopbackServer
 from longspan.models.generation import Sampling, encode_prompt
 
 T = TypeVar("T")
-HOST = "127.0.0.1"
 MAX_BYTES = 1 << 24
 """Size of a request."""
 MAX_PROMPTS = 64
@@ -68,31 +66,19 @@ class Request:
     streams: bool
 
 
-class Server(ThreadingHTTPServer):
+class Server(LoopbackServer):
     """Serves one model."""
-
-    daemon_threads = True
 
     def __init__(self, generator: TextGenerator, port: int = 0, token: str | None = None) -> None:
         self.generator = generator
-        self.token = token or secrets.token_urlsafe(24)
         self.generating = threading.Lock()
         self.waiting = threading.BoundedSemaphore(MAX_WAITING)
         self.started = int(time.time())
-        try:
-            super().__init__((HOST, port), _Handler)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            text = f"cannot listen on {HOST}:{port}: {reason}; give another --port"
-            raise UserError(text) from error
+        super().__init__(_Handler, port, token)
 
     @property
     def url(self) -> str:
         return f"http://{HOST}:{self.server_port}/v1"
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):  # a client has left
-            super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -107,11 +93,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"/v1/completions": self._completions})
 
     def _answer(self, paths: dict[str, Callable[[], None]]) -> None:
-        hosts = {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
-        if self.headers.get("Host", "") not in hosts:
+        if not self.server.is_host(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.FORBIDDEN, "this server is for 127.0.0.1 alone")
-        elif not hmac.compare_digest(given.encode(), self.server.token.encode()):
+        elif not self.server.is_token(given):
             self._refuse(HTTPStatus.UNAUTHORIZED, "send the token: Authorization: Bearer TOKEN")
         elif (handle := paths.get(self.path)) is None:
             self._refuse(HTTPStatus.NOT_FOUND, f"there is no {self.command} {self.path}")

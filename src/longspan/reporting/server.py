@@ -6,26 +6,22 @@ its host: a page of another site that has its name resolve to 127.0.0.1 gets not
 
 from __future__ import annotations
 
-import hmac
 import json
-import secrets
 import select
 import socket
-import sys
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from typing import Any
 from urllib.parse import parse_qs
 
 from longspan.errors import UserError
+from longspan.loopback_server import HOST, LoopbackServer
 from longspan.reporting.data import RunData, read_run
 from longspan.reporting.page import Live, page_data, render
 from longspan.reporting.terminal import fingerprint
 
-HOST = "127.0.0.1"
 POLL_S = 1.0
 """How often a run's folder is looked at for changes."""
 BEAT_S = 15.0
@@ -34,22 +30,15 @@ MAX_STREAMS = 32
 """Pages that are kept up to date at once; each holds a thread."""
 
 
-class Server(ThreadingHTTPServer):
+class Server(LoopbackServer):
     """Serves the live page of one run folder."""
-
-    daemon_threads = True
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         read_run(folder)  # a folder that is no run is an error now, not in the browser
-        self.folder, self.token = folder, secrets.token_urlsafe(24)
+        self.folder = folder
         self.is_closing = threading.Event()
         self.streams = threading.BoundedSemaphore(MAX_STREAMS)
-        try:
-            super().__init__((HOST, port), _Handler)
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or error
-            text = f"cannot listen on {HOST}:{port}: {reason}; give another --port"
-            raise UserError(text) from error
+        super().__init__(_Handler, port)
 
     @property
     def url(self) -> str:
@@ -62,10 +51,6 @@ class Server(ThreadingHTTPServer):
         self.is_closing.set()
         super().shutdown()
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        if not isinstance(sys.exc_info()[1], ConnectionError | TimeoutError):  # a page was closed
-            super().handle_error(request, client_address)
-
 
 class _Handler(BaseHTTPRequestHandler):
     server: Server
@@ -75,9 +60,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         path, _, query = self.path.partition("?")  # urlsplit raises for some
         token = parse_qs(query).get("token", [""])[-1]
-        if self.headers.get("Host", "") not in self._hosts():
+        if not self.server.is_host(self.headers.get("Host", "")):
             self._refuse(HTTPStatus.FORBIDDEN, "this server is for 127.0.0.1 alone")
-        elif not hmac.compare_digest(token.encode(), self.server.token.encode()):
+        elif not self.server.is_token(token):
             self._refuse(HTTPStatus.FORBIDDEN, "use the address that longspan watch has printed")
         elif (handle := self._paths().get(path)) is None:
             self._refuse(HTTPStatus.NOT_FOUND, "there is nothing here")
@@ -86,9 +71,6 @@ class _Handler(BaseHTTPRequestHandler):
                 handle()
             except UserError as error:  # the folder is gone; it may come back
                 self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, str(error))
-
-    def _hosts(self) -> set[str]:
-        return {f"{name}:{self.server.server_port}" for name in (HOST, "localhost")}
 
     def _paths(self) -> dict[str, Callable[[], None]]:
         return {"/": self._page, "/data": self._data, "/events": self._events}
