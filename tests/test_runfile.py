@@ -356,6 +356,12 @@ def test_config_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+def test_replicas_alone_are_not_offloaded() -> None:
+    overrides = ["layout.replicate=2", "layout.shard=1", "layout.offload=true"]
+    with pytest.raises(UserError, match=r"as the only axis.* set layout\.shard = 2"):
+        load_run(None, [*overrides, "train.global_batch=2"], world=2)
+
+
 def test_zbv_needs_torch_2_13(monkeypatch: pytest.MonkeyPatch) -> None:
     overrides = ["layout.pipeline=2", "layout.schedule=zbv", "train.global_batch=2"]
     load_run(None, [*overrides, "model.layers=4"], world=2)

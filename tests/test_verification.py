@@ -35,7 +35,7 @@ def test_a_correct_layout_agrees(capsys: pytest.CaptureFixture[str]) -> None:
         "training 2 steps on 2 processes, in chunks",
         "comparing losses, gradient norms and weights",
     ]
-    assert report["layout"] == "shard 2, ZeRO stage 3, chunks of 32 tokens"
+    assert report["layout"] == "shard 2, ZeRO stage 3, chunks of 32 tokens, offloaded to CPU"
     assert [found["name"] for found in report["comparisons"]] == ["loss", "grad_norm", "weights"]
     assert all(found["largest"] <= found["tolerance"] for found in report["comparisons"])
 

@@ -18,7 +18,12 @@ from longspan.device import autocast, choose_device, resolve
 from longspan.errors import UserError
 from longspan.models import Decoder, build_decoder, new_decoder
 from longspan.parallel.apply import apply_to_blocks, materialize, parallelize
-from longspan.parallel.mesh import device_type_of, open_mesh
+from longspan.parallel.mesh import (
+    choose_backend,
+    device_type_of,
+    init_lone_process_group,
+    open_mesh,
+)
 from longspan.parallel.world import World, world_of_environment
 from longspan.runfile import load_run
 from longspan.wording import toml_value
@@ -98,6 +103,8 @@ def create_model(
         run = run.model_copy(update={"train": train})
     run = resolve(run, where)
     decoder = new_decoder(run)
+    if run.layout.offload and not dist.is_initialized():
+        init_lone_process_group(choose_backend(run.layout, 1, where))
     with open_mesh(run.layout, world, where) as mesh:  # which leaves the process group open
         module = parallelize(decoder, mesh, run.layout, run.train, partial(autocast, run.train))
         return materialize(module, decoder, mesh, run.layout, run.train, where)

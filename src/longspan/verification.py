@@ -94,11 +94,11 @@ def verify(
         raise UserError(f"--steps must be at least 1, got {steps}")
     given = load_run(file, overrides, builtin=builtin, world=None)
     world = nproc if nproc is not None else given.layout.min_world_size
-    if world < 2 and not (world == 1 and given.train.chunk_tokens):
+    if world < 2 and not (world == 1 and (given.train.chunk_tokens or given.layout.offload)):
         raise UserError(
             f"verify compares a layout of at least 2 processes with one, got {world}: set an axis, "
             "for example layout.shard=2, or --nproc; one process is compared with itself only for "
-            "its train.chunk_tokens"
+            "its train.chunk_tokens or layout.offload"
         )
     settings = [
         f"train.steps={steps}",
@@ -174,6 +174,8 @@ def _compare(run: Run, world: int, steps: int, parallel: Path, reference: Path) 
     if run.train.chunk_tokens:
         chunks = f"chunks of {run.train.chunk_tokens:,} tokens"
         layout = f"{layout}, {chunks}" if layout else chunks
+    if run.layout.offload:
+        layout = f"{layout}, offloaded to CPU" if layout else "offloaded to CPU"
     if run.engine.name != "native":
         layout += f", engine {run.engine.name}"
     return Report(layout, steps, precision, reason, comparisons)

@@ -35,11 +35,30 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run_dir
 
 
-@pytest.mark.parametrize("zero", [1, 3])
-def test_offloading_changes_nothing(ranks: Ranks, single: Path, tmp_path: Path, zero: int) -> None:
-    overrides = [f"layout.zero={zero}", "layout.offload=true"]
-    ranks.run(train_rank, 2, overrides, str(tmp_path / "run"), False)
+@pytest.mark.parametrize("layout", ["layout.zero=1", "layout.zero=3", "layout.tensor=2"])
+def test_offloading_changes_nothing(
+    ranks: Ranks, single: Path, tmp_path: Path, layout: str
+) -> None:
+    ranks.run(train_rank, 2, [layout, "layout.offload=true"], str(tmp_path / "run"), False)
     assert_same_run(tmp_path / "run", single)
+
+
+def test_one_process_offloads_and_resumes_without_and_changes_no_bit(
+    single: Path, tmp_path: Path
+) -> None:
+    for name, first, then in (("on", [], OFFLOAD), ("off", OFFLOAD, [])):
+        train(run_of(1, *first, "train.steps=2"), tmp_path / name)
+        train(run_of(1, *then), tmp_path / name, resume=True)
+        assert final_shards(tmp_path / name) == final_shards(single)
+    assert not torch.distributed.is_initialized()
+
+
+OFFLOAD = ["layout.offload=true"]
+
+
+def final_shards(run_dir: Path) -> dict[str, bytes]:
+    files = (run_dir / "checkpoints" / "step-00000003").glob("*.safetensors")
+    return {path.name: path.read_bytes() for path in files}
 
 
 REPLICAS = ["layout.replicate=2", "layout.shard=1"]

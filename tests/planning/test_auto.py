@@ -94,7 +94,7 @@ def test_a_job_resolves_it_where_it_runs(
 ) -> None:
     """Not on the machine that writes the script; with known GPUs it is seen whether it can be."""
     file = tmp_path / "run.toml"
-    file.write_text('layout = "auto"\n[model]\npreset = "7b"\n')
+    file.write_text('layout = "auto"\n[model]\npreset = "llama3-70b"\n')
     command = ["launch", "slurm", str(file), "--nodes", "1", "--gpus-per-node", "1"]
     assert main(command) == 0
     assert "layout.shard" not in capsys.readouterr().out  # the script names the run file

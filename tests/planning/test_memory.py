@@ -101,9 +101,10 @@ def test_thousands_of_ranks_can_be_planned() -> None:
     assert 1 <= ratio < 1.04  # the first shard is rounded up: 14 of 1,728 rows, not 13.5
 
 
-def test_offloaded_memory_is_not_on_the_device() -> None:
+@pytest.mark.parametrize("world", [1, 2])
+def test_offloaded_memory_is_not_on_the_device(world: int) -> None:
     resident, offloaded = (
-        memory_per_rank(run_of(2, x), 2)[0] for x in ([], ["layout.offload=true"])
+        memory_per_rank(run_of(world, x), world)[0] for x in ([], ["layout.offload=true"])
     )
     assert not {"parameters", "gradients", "optimizer state"} & offloaded.peak.keys()
     gone = offloaded.start, offloaded.save
@@ -117,14 +118,18 @@ def test_offloaded_memory_is_not_on_the_device() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("options", [[], ["layout.offload=true"]], ids=["resident", "offloaded"])
-def test_on_a_gpu_a_step_needs_the_planned_memory(options: list[str]) -> None:
-    """Rank 0 of a fake world of 8; with offload the optimizer runs on the CPU."""
+@pytest.mark.parametrize(
+    ("world", "options"),
+    [(8, []), (8, ["layout.offload=true"]), (1, ["layout.offload=true"])],
+    ids=["resident", "offloaded", "one process offloaded"],
+)
+def test_on_a_gpu_a_step_needs_the_planned_memory(world: int, options: list[str]) -> None:
+    """Rank 0 of a fake world; with offload the optimizer runs on the CPU."""
     gc.collect()  # what earlier tests leave would count as freed by this one
-    run = load_run(None, [*memory.OPTIONS, "train.global_batch=8", *options], world=8)
+    run = load_run(None, [*memory.OPTIONS, "train.global_batch=8", *options], world=world)
     run = resolve(run, torch.device("cuda"))
-    peak, between = memory.measure_memory(run, 8, steps=20)
-    planned = memory_per_rank(run, 8)[0]
+    peak, between = memory.measure_memory(run, world, steps=20)
+    planned = memory_per_rank(run, world)[0]
     assert peak == pytest.approx(planned.allocated - planned.peak["library workspaces"], rel=0.1)
     assert between < planned.on_device
 

@@ -99,12 +99,15 @@ def test_only_settings_that_are_not_in_use_are_suggested() -> None:
         "train.micro_batch=1",
         "train.activation_checkpointing=full",
         "train.optimizer=adamw8bit",
+        "layout.offload=true",
     ]
     left = suggested(run_of(1, *BATCH, *saving, "train.offload_activations=true"))
     axes = ("shard", "sequence", "tensor")
     assert list(left) == [f"twice the ranks of layout.{axis}" for axis in axes]
-    sharded = suggestions(used, run_of(2, *BATCH), 2)
-    assert "layout.offload=true" in {x.setting for x in sharded}
+    for world in (1, 2):
+        assert "layout.offload=true" in {
+            x.setting for x in suggestions(used, run_of(world, *BATCH), world)
+        }
     deepspeed = {s.setting for s in suggestions(used, run_of(1, "engine.name=deepspeed"), 1)}
     assert not deepspeed & {"train.optimizer=adamw8bit", "layout.offload=true"}
     assert "train.activation_checkpointing=selective" not in deepspeed

@@ -47,8 +47,8 @@ class Layout(Section):
     reduce_dtype, DeepSpeed's communication_data_type); "powersgd" all-reduces low-rank
     approximations, and needs `replicate` as the only axis."""
     offload: bool = False
-    """Offloads sharded parameters, gradients and optimizer state to CPU, where the optimizer
-    runs."""
+    """Offloads parameters, gradients and optimizer state to CPU, where the optimizer runs, also of
+    one process; the device holds what the current block computes with."""
     backend: Backend = "auto"
     """Library that communicates between ranks: "auto" is NCCL for GPUs (and gloo for tensors on the
     CPU), gloo on CPUs; "gloo" on GPUs needs `replicate` as the only axis; "mpi" needs a PyTorch

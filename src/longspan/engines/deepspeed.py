@@ -33,11 +33,10 @@ from longspan.engines.loss_scale import LossScale
 from longspan.engines.protocol import InferenceModel, MakeOptimizer, ReadTensor, StepCheck
 from longspan.engines.spec import ModelSpec, StepBatch, add_count
 from longspan.errors import UserError
-from longspan.loopback import loopback_only
 from longspan.models import Decoder
 from longspan.nn import logits_of
 from longspan.parallel.grad_norm import clip_grad_norm
-from longspan.parallel.mesh import ParallelMesh, choose_backend
+from longspan.parallel.mesh import ParallelMesh, choose_backend, init_lone_process_group
 from longspan.parallel.parameters import named_parameters
 from longspan.parallel.pipeline import ForwardContext
 
@@ -316,7 +315,4 @@ def _init_process_group(mesh: ParallelMesh, device: torch.device) -> None:
     ):
         os.environ.setdefault(name, str(value))
     if not dist.is_initialized():
-        backend = choose_backend(Layout(), 1, device)
-        loopback_only(os.environ)
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1)
+        init_lone_process_group(choose_backend(Layout(), 1, device))

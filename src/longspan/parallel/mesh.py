@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from longspan.checks import backend_problem
 from longspan.config import Layout
 from longspan.errors import UserError
-from longspan.loopback import STORE
+from longspan.loopback import STORE, loopback_only
 from longspan.parallel.flight_recorder import record_collectives
 from longspan.parallel.world import World
 
@@ -32,7 +32,10 @@ _meshes = itertools.count()
 
 
 class ParallelMesh:
-    """The mesh as one rank sees it. A mesh of one process has no process group."""
+    """The mesh as one rank sees it.
+
+    One process has no process group, except with `layout.offload`: FSDP2 needs one.
+    """
 
     def __init__(
         self,
@@ -44,7 +47,7 @@ class ParallelMesh:
         """`sequence_group`: the ranks that split this rank's sequences. They shard parameters too,
         so the `shard` axis of `device_mesh` includes them.
         """
-        self.world, self.zero = world, layout.zero
+        self.world, self.zero, self.offload = world, layout.zero, layout.offload
         self.ranks = layout.resolve(world.size)
         self.device_mesh, self.sequence_group = device_mesh, sequence_group
 
@@ -70,13 +73,14 @@ class ParallelMesh:
 
     @property
     def is_fsdp(self) -> bool:
-        """Whether FSDP2 shards the parameters."""
-        return self.gradient_ranks > 1 and not self.is_ddp
+        """Whether FSDP2 shards parameters, or with `layout.offload` brings them from the CPU."""
+        return (self.gradient_ranks > 1 or self.offload) and not self.is_ddp
 
     @property
     def reshards_after_forward(self) -> bool:
         """Whether FSDP2 frees a block's gathered parameters after its forward pass (ZeRO-3)."""
-        return self.zero == 3 and self.ranks["shard"] * self.ranks["sequence"] > 1
+        can_reshard = self.offload or self.ranks["shard"] * self.ranks["sequence"] > 1
+        return self.zero == 3 and can_reshard
 
     def local_samples(self, samples: Sequence[T]) -> Sequence[T]:
         """This rank's share of samples, whose number is a multiple of the data-parallel size."""
@@ -141,6 +145,13 @@ def choose_backend(layout: Layout, world: int, device: torch.device) -> str:
     return backend
 
 
+def init_lone_process_group(backend: str) -> None:
+    """Initialise the process group of a single process, which no other can reach."""
+    loopback_only(os.environ)
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    dist.init_process_group(backend, store=store, rank=0, world_size=1)
+
+
 def _backends_of_group() -> list[str]:
     return sorted(set(re.findall(r"\w+:(\w+)", dist.get_backend_config())))
 
@@ -168,7 +179,7 @@ def open_mesh(
 
     A collective times out a minute after `timeout_s`, when the watchdog has had its say.
     """
-    if world.size == 1:
+    if world.size == 1 and not layout.offload:
         yield ParallelMesh(layout, world)
         return
     backend = choose_backend(layout, world.size, device)
@@ -181,7 +192,9 @@ def open_mesh(
     if not was_initialized:
         record_collectives()
         timeout = timedelta(seconds=timeout_s + 60)
-        if backend == "mpi":  # which numbers the ranks by itself
+        if world.size == 1:
+            init_lone_process_group(backend)
+        elif backend == "mpi":  # which numbers the ranks by itself
             dist.init_process_group(backend, timeout=timeout)
             found = World(dist.get_rank(), dist.get_world_size(), world.local_rank)
             if found != world:

@@ -167,7 +167,7 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
     if not train.offload_activations:
         change = _set("train", offload_activations=True)
         yield "train.offload_activations=true", "copies to the CPU and back", change, 1
-    if not layout.offload and is_native and ranks["shard"] > 1:
+    if not layout.offload and is_native:
         cost = "the optimizer runs on the CPU"
         yield "layout.offload=true", cost, _set("layout", offload=True), 1
     # With twice the ranks that shard, each has half of the samples.

@@ -310,7 +310,7 @@ def _transient_sharded(run: Run, degrees: Degrees, counts: _Counts) -> tuple[int
     pass of a block, and at the end of the backward pass.
     """
     width, largest_block = _compute_bytes(run), counts.largest_block
-    if run.layout.zero == 3 and degrees.shards > 1 and degrees.pipeline == 1:
+    if run.layout.zero == 3 and degrees.can_reshard and degrees.pipeline == 1:
         in_blocks, at_end = 2 * largest_block, 0  # the current block and the prefetched one
     else:  # pipeline stages keep theirs for the next micro-batch
         in_blocks = at_end = counts.in_blocks
@@ -321,7 +321,12 @@ def _transient_sharded(run: Run, degrees: Degrees, counts: _Counts) -> tuple[int
     # The gradients of one block, and their reduce-scatter input.
     in_block = width * in_blocks + (width + reduce_bytes) * largest_block
     in_block += FP32_BYTES * counts.outside_blocks
-    end = width * at_end + FP32_BYTES * HEAD_BUFFERS * counts.head
+    # Gradients and reduce-scatter input of what is outside blocks, or the buffers of the head.
+    outside = max(HEAD_BUFFERS * counts.head, 2 * counts.outside_blocks)
+    end = width * at_end + FP32_BYTES * outside
+    if run.layout.offload:  # reduced gradients wait for their copy to the CPU
+        in_block += reduce_bytes * largest_block // degrees.shards
+        end += reduce_bytes * counts.outside_blocks // degrees.shards
     return always + width * at_end, always + in_block, always + end
 
 

@@ -46,10 +46,11 @@ class Degrees(NamedTuple):
     sequence: int
     tensor: int
     pipeline: int
+    offload: bool = False
 
     @staticmethod
     def of(layout: Layout, gpus: int) -> Degrees:
-        return Degrees(**layout.resolve(gpus))
+        return Degrees(**layout.resolve(gpus), offload=layout.offload)
 
     @property
     def data(self) -> int:
@@ -64,8 +65,13 @@ class Degrees(NamedTuple):
     @property
     def is_fsdp(self) -> bool:
         """Whether FSDP2 shards the parameters; where every rank has the whole model, DDP does."""
-        is_ddp = 1 < math.prod(self) == self.replicate
-        return self.data * self.sequence > 1 and not is_ddp
+        is_ddp = 1 < self.data * self.sequence * self.tensor * self.pipeline == self.replicate
+        return (self.data * self.sequence > 1 or self.offload) and not is_ddp
+
+    @property
+    def can_reshard(self) -> bool:
+        """Whether freeing a block's parameters frees memory: other ranks or the CPU have them."""
+        return self.shards > 1 or self.offload
 
     def coordinates(self, rank: int) -> tuple[int, int, int]:
         """Where a rank stands on the pipeline, the shard and the tensor axis."""

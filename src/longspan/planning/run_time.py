@@ -396,5 +396,6 @@ def _step_end(run: Run, shape: _Shape, device: Device, rates: RunRates) -> tuple
         iterations = _muon_flops(run) / (shape.ranks["pipeline"] * shape.peak * rates.matmul)
         return moved / (device.bandwidth * rates.bandwidth) + iterations, 0.0
     gathers = shape.micro_batches * (2 if run.layout.zero == 3 else 1)
-    copied = 4 * parameters * (gathers + shape.micro_batches)
+    returned = shape.micro_batches if run.layout.zero > 1 else 1
+    copied = 4 * parameters * (gathers + returned)
     return moved / rates.host_optimizer, copied / rates.host_link

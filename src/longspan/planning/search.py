@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from longspan.config import AXES, Run
+from longspan.config import AXES, Layout, Run
 from longspan.hardware import Device
 from longspan.planning.memory import memory_per_rank
+from longspan.planning.parameters import Degrees
 from longspan.planning.rates import RunRates, rates_of
 from longspan.planning.run_time import (
     RunTime,
@@ -280,8 +281,9 @@ def first_candidates(
         per_rank, rest = divmod(run.train.global_batch, axes["replicate"] * axes["shard"])
         if rest:
             continue
-        zero = 1 if _uses_zero(axes, gpus) else run.layout.zero
-        layout = run.layout.model_copy(update={**axes, "zero": zero, "offload": offload})
+        layout = run.layout.model_copy(update={**axes, "offload": offload})
+        if _uses_zero(layout, gpus):
+            layout = layout.model_copy(update={"zero": 1})
         for size in [run.train.micro_batch] if MICRO_BATCH in fixed else _micro_batches(per_rank):
             update = {MICRO_BATCH: size, CHECKPOINTING: mode}
             train = run.train.model_copy(update=update)
@@ -293,7 +295,7 @@ def first_candidates(
 def _smaller(candidate: Run, gpus: int, fixed: Collection[str]) -> Iterator[Run]:
     """The candidates that save more memory by one step: ZeRO stage, activation checkpointing."""
     layout, train = candidate.layout, candidate.train
-    if _uses_zero(layout.resolve(gpus), gpus) and layout.zero < 3:
+    if _uses_zero(layout, gpus) and layout.zero < 3:
         more = layout.model_copy(update={"zero": layout.zero + 1})
         yield from _allowed(candidate.model_copy(update={"layout": more}), gpus, fixed)
     mode = train.activation_checkpointing
@@ -318,9 +320,9 @@ def _allowed(candidate: Run, gpus: int, fixed: Collection[str]) -> Iterator[Run]
         yield from _smaller(candidate, gpus, fixed)
 
 
-def _uses_zero(ranks: Mapping[str, int], gpus: int) -> bool:
-    """Whether FSDP2 reduces gradients: over any ranks but those of DDP."""
-    return ranks["replicate"] * ranks["shard"] * ranks["sequence"] > 1 and ranks["replicate"] < gpus
+def _uses_zero(layout: Layout, gpus: int) -> bool:
+    """Whether FSDP2 reduces gradients, over any ranks but those of DDP, or offloads them."""
+    return Degrees.of(layout, gpus).is_fsdp
 
 
 def _is_allowed(candidate: Run, gpus: int) -> bool:
@@ -355,7 +357,7 @@ def layout_text(run: Run, gpus: int) -> str:
     """A layout in words, axes of one rank left out."""
     ranks = run.layout.resolve(gpus)
     axes = " × ".join(f"{axis} {n}" for axis, n in ranks.items() if n > 1) or "one process"
-    zero = f", ZeRO stage {run.layout.zero}" if _uses_zero(ranks, gpus) else ""
+    zero = f", ZeRO stage {run.layout.zero}" if _uses_zero(run.layout, gpus) else ""
     return f"{axes}{zero}{', offloaded to CPU' if run.layout.offload else ''}"
 
 

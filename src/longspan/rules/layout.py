@@ -112,11 +112,12 @@ def layout_rules(layout: Layout, train: Train, world: int) -> Problems:
             '"powersgd" is not supported with train.precision = "fp16", whose overflows would stay '
             'in its error feedback: use "none"',
         )
-    if layout.offload and ranks["shard"] * ranks["sequence"] == 1:
+    if layout.offload and 1 < ranks["replicate"] == world:
         yield Problem(
             "layout.offload",
-            "true needs sharded parameters, but layout.shard is 1: set layout.shard > 1 or "
-            "layout.offload = false",
+            f"true is not supported with layout.replicate = {world} as the only axis, since DDP "
+            f"keeps whole parameters on each device: set layout.shard = {world} and "
+            "layout.replicate = 1, or layout.offload = false",
         )
     if layout.offload and train.optimizer == "muon":
         message = '"muon" is not supported with layout.offload = true, which steps on the CPU'
