@@ -26,11 +26,17 @@ from longspan.training.step import forward_context, train_step
 CPU = torch.device("cpu")
 
 
+def resolved(run: Run) -> Run:
+    """The run on a CPU, also with what is refused there."""
+    if run.train.precision == "fp16" or run.train.fp8:
+        return run.model_copy(update={"train": run.train.model_copy(update={"compile": False})})
+    return resolve(run, CPU)
+
+
 @contextmanager
 def open_state(run: Run, rank: int = 0, world: int = 1) -> Iterator[tuple[TrainState, Prefetcher]]:
     """A run's state before its first step, on one rank, and its data."""
-    if run.train.precision != "fp16":  # which `resolve` refuses on a CPU
-        run = resolve(run, CPU)
+    run = resolved(run)
     source = open_source(run.data, run.model)
     torch.manual_seed(run.train.seed)
     with open_mesh(run.layout, World(rank, world, rank), CPU) as mesh:
@@ -51,7 +57,7 @@ class Steps(NamedTuple):
 
 def run_steps(rank: int, world: int, run: Run, count: int) -> Steps:
     """Run `count` steps of `run` on one rank, and evaluate."""
-    run = resolve(run, CPU)
+    run = resolved(run)
     with open_state(run, rank, world) as (state, data):
         steps = [train_step(state, data, run.train, CPU) for _ in range(count)]
         evaluation = DecoderEvaluation(

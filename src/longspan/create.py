@@ -14,7 +14,7 @@ from torch import nn
 
 from longspan.checks import layout_problems
 from longspan.config import Run
-from longspan.device import autocast, choose_device, resolve
+from longspan.device import autocast, check_fp8, choose_device, resolve
 from longspan.errors import UserError
 from longspan.models import Decoder, build_decoder, new_decoder
 from longspan.parallel.apply import apply_to_blocks, materialize, parallelize
@@ -30,7 +30,7 @@ from longspan.wording import toml_value
 
 OF_MODEL = (
     *("model.", "attention.", "data.source", "data.mix", "data.context", "data.documents"),
-    *("train.seed", "train.activation_checkpointing", "train.compile"),
+    *("train.seed", "train.activation_checkpointing", "train.compile", "train.fp8"),
 )
 """Keys of a run that decide its model."""
 OF_LAYOUT = (
@@ -62,7 +62,7 @@ def create_model(
     `create_model("run.toml", "model.hidden=256")(tokens, targets)`, both (batch, tokens), returns
     the summed cross-entropy; targets of −100 are ignored. Without targets it returns the logits
     (batch, tokens, vocab). The whole model is on `device`, by default the CPU. The run's
-    `train.activation_checkpointing` and `train.compile = true` apply to its blocks.
+    `train.fp8`, `train.activation_checkpointing` and `train.compile = true` apply to its blocks.
 
     With `layout`, keys of [layout] that override the run's (`layout={"tensor": 2}`; `{}` takes the
     run's), each process of an initialised process group gets its share of the model: DDP, FSDP2,
@@ -82,16 +82,18 @@ def create_model(
         raise UserError(f"expected one run file, got {', '.join(files)}")
     file = Path(files[0]) if files else None
     overrides = [item for item in map(str, items) if "=" in item]
-    run = load_run(file, overrides, world=None)
+    own = [] if file else ["train.device=auto"]  # the built-in run is on the CPU
+    run = load_run(file, [*own, *overrides], world=None)
     _check_weights(run)
     _check_effect(overrides, has_layout=layout is not None)
     if layout is None:
-        model = build_decoder(run, torch.device(device or "cpu"))
+        where = torch.device(device or "cpu")
+        check_fp8(run.train, where)
+        model = build_decoder(run, where)
         apply_to_blocks(model, run.train)
         return model
     world = _world()
-    if file is None:
-        overrides.insert(0, "train.device=auto")  # the built-in run is on the CPU
+    overrides = [*own, *overrides]
     overrides += [f"layout.{key}={toml_value(value)}" for key, value in layout.items()]
     run = load_run(file, _with_batch(file, overrides, world.size), world=world.size)
     _check_layout(run)
@@ -101,6 +103,7 @@ def create_model(
     if run.train.precision == "auto":
         train = run.train.model_copy(update={"precision": "fp32"})
         run = run.model_copy(update={"train": train})
+    check_fp8(run.train, where)
     run = resolve(run, where)
     decoder = new_decoder(run)
     if run.layout.offload and not dist.is_initialized():

@@ -14,6 +14,9 @@ from longspan.errors import UserError
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 """The autocast dtypes of `train.precision`."""
 
+FP8_CAPABILITY = 8, 9
+"""The first compute capability with fp8 units: Ada (RTX 4090, L40S); Hopper is 9.0."""
+
 
 def choose_device(run: Run, local_rank: int = 0) -> torch.device:
     """Return the device of the process with this local rank."""
@@ -47,6 +50,12 @@ def resolve(run: Run, device: torch.device) -> Run:
             'train.residual_precision = "bf16" needs train.precision = "bf16", but it is '
             f'"{precision}": set "fp32"'
         )
+    if device.type == "cpu":
+        check_fp8(train, device)
+    if train.fp8 and precision != "bf16":
+        raise UserError(
+            f'train.fp8 = true needs train.precision = "bf16", but it is "{precision}": set false'
+        )
     if run.track.memory_snapshot and device.type != "cuda":
         raise UserError(
             "track.memory_snapshot = true needs a CUDA GPU, but the device is a CPU: set false"
@@ -62,6 +71,22 @@ def resolve(run: Run, device: torch.device) -> Run:
     compiled = can_compile if train.compile == "auto" else train.compile
     resolved = {"device": device.type, "precision": precision, "compile": compiled}
     return run.model_copy(update={"train": train.model_copy(update=resolved)})
+
+
+def check_fp8(train: Train, device: torch.device) -> None:
+    """Refuse `train.fp8` on a device without fp8 units: apart from `resolve`, since a plan is made
+    for other GPUs than this machine's.
+    """
+    if not train.fp8:
+        return
+    if device.type != "cuda":
+        raise UserError("train.fp8 = true needs a GPU, but the device is a CPU: set false")
+    if (found := torch.cuda.get_device_capability(device)) < FP8_CAPABILITY:
+        needed, has = (".".join(map(str, version)) for version in (FP8_CAPABILITY, found))
+        raise UserError(
+            f"train.fp8 = true needs a GPU with compute capability {needed} or newer, but "
+            f"{torch.cuda.get_device_name(device)} has {has}: set false"
+        )
 
 
 def autocast(train: Train) -> AbstractContextManager[object]:

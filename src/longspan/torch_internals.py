@@ -38,6 +38,7 @@ __all__ = [
     "ALL_TO_ALL",
     "ATTENTION_FORWARDS",
     "CHECKPOINT_PREFIX",
+    "FP8_PRODUCT",
     "LEAVE_BUFFERS",
     "TorchDispatchMode",
     "all_reduce",
@@ -298,6 +299,8 @@ ATTENTION_FORWARDS: frozenset[Any] = frozenset(
     }
 )
 """Forward operators of `scaled_dot_product_attention`, whose outputs are costly to recompute."""
+FP8_PRODUCT = _aten._scaled_mm.default
+"""The matrix product of fp8 tensors."""
 
 
 # Attention operators that return the log-sum-exp, which `scaled_dot_product_attention` hides, and

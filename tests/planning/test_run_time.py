@@ -154,3 +154,18 @@ def test_the_rate_of_windows_is_about_the_measured_one(head_dim: int, measured: 
     """See docs/measurements.md: a window of 4,096 with 64 sinks on an H200."""
     found = attention_rate(Window(4096, sinks=64), head_dim, RunRates()) * 989e12
     assert found == pytest.approx(measured, rel=0.2)
+
+
+def test_products_in_fp8_take_the_time_of_its_peak_and_of_the_casts() -> None:
+    """The head's products are not among them."""
+    rates = replace(PERFECT, fp8_matmul=1, fp8_traffic=7, bandwidth=1)
+    plain, fp8 = (predict(small_run(*more), 1, H200, rates) for more in ([], ["train.fp8=true"]))
+    assert fp8.parts["matrix products"] == pytest.approx(
+        plain.parts["matrix products"] * 989 / 1979
+    )
+    assert fp8.parts["loss"] == plain.parts["loss"]
+    features = 12 * (4 * 2 * 768 + 3 * (768 + 2048))
+    casts = 7 * 16 * 4096 * features / H200.bandwidth
+    assert fp8.parts["casts to fp8"] == pytest.approx(casts)
+    with pytest.raises(UserError, match=r"train.fp8 = true is not supported by A100"):
+        predict(small_run("train.fp8=true"), 1, devices()["a100"], rates)

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from longspan.benchmarks.collectives import call_of, seconds_per_call
 from longspan.config import Run
-from longspan.device import choose_device, resolve
+from longspan.device import check_fp8, choose_device, resolve
 from longspan.doctor.data import check_data
 from longspan.doctor.devices import (
     check_gpu,
@@ -209,6 +209,7 @@ def _check_rank(exam: Examination) -> None:
     def device() -> Iterator[Finding]:
         try:
             exam.device = choose_device(run, world.local_rank)
+            check_fp8(run.train, exam.device)
             resolved.append(resolve(run, exam.device))
             backend = choose_backend(run.layout, world.size, exam.device)
         except UserError as error:

@@ -19,7 +19,12 @@ from torch.utils.checkpoint import (
     noop_context_fn,
 )
 
-from longspan.torch_internals import ALL_TO_ALL, ATTENTION_FORWARDS, checkpoint_wrapper
+from longspan.torch_internals import (
+    ALL_TO_ALL,
+    ATTENTION_FORWARDS,
+    FP8_PRODUCT,
+    checkpoint_wrapper,
+)
 
 Context = AbstractContextManager[object]
 
@@ -27,6 +32,7 @@ PRODUCTS = {
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
+    FP8_PRODUCT,
 }
 ATTENTION = {torch.ops.longspan.branch_attention.default, *ATTENTION_FORWARDS}
 """The operators that cost most to recompute: "selective" saves the outputs of both."""

@@ -5,7 +5,8 @@ The model comes on the meta device. `parallelize` takes it through these steps, 
 1. pipeline: drop the layers that other ranks hold (`pipeline.py`)
 2. sequence: split every sample's tokens over ranks (`sequence.py`)
 3. tensor: split heads, MLP width and vocabulary over ranks (`tensor.py`)
-4. wrap each block for activation checkpointing (`activation_checkpointing.py`), then compile it
+4. put fp8 linear layers into each block if asked to, wrap it for activation checkpointing
+   (`activation_checkpointing.py`), then compile it
 5. pipeline: put what is left into stages
 6. shard: FSDP2 shards parameters, gradients and optimizer state; with `replicate` beside it, each
    group of ranks shards a copy (HYBRID_SHARD)
@@ -42,6 +43,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longspan.config import Layout, Train
 from longspan.device import DTYPES
+from longspan.errors import UserError
 from longspan.flops import stage_flops
 from longspan.models import Decoder
 from longspan.models.initial import allocate, initialize
@@ -128,10 +130,19 @@ def materialize(
 
 
 def apply_to_blocks(model: Decoder, train: Train, *, communicates: bool = False) -> None:
-    """Wrap each block for activation checkpointing and compile it, as `train` says.
+    """Convert blocks to fp8, wrap them for activation checkpointing and compile them, by `train`.
 
     `communicates`: whether a block's forward pass runs collectives.
     """
+    if train.fp8:
+        try:
+            from longspan.nn.fp8 import convert_to_fp8
+        except ImportError as error:
+            raise UserError(
+                'train.fp8 = true needs torchao: pip install "longspan[torchao]"'
+            ) from error
+        # Chunks end where documents do, after any number of tokens.
+        convert_to_fp8(model.blocks, pads=train.chunk_tokens > 0)
     names = [f"blocks.{index}" for index in range(len(model.blocks))]
     wrap = partial(
         checkpointed,

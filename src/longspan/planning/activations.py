@@ -74,6 +74,9 @@ class Activations:
         self.stream_features = model.hidden / (tensor if self.is_split else 1)
         self.stream = (self.width if self.rounds_stream else FP32) * self.stream_features
         """Bytes per token of the residual stream."""
+        self.recomputes_casts = train.fp8 and self.is_compiled
+        """Whether the backward pass casts to fp8 again what the forward pass has cast: of a layer's
+        input and weight only the scales are kept."""
         self.inputs = model.hidden / (tensor if split == "features" else 1)
         """Width of the inputs of projections."""
         self.heads = model.heads / tensor
@@ -101,6 +104,9 @@ class Activations:
             # One kernel computes those gradients and recomputes the product; the output of the
             # attention projection is in the residual stream by then.
             mlp += e * self.ffn - e * self.hidden
+        if self._run.train.fp8:
+            # Eager casts go through float32; compiled blocks recompute the product of gate and up.
+            mlp += (e if self.is_compiled else 2 * FP32) * self.ffn
         attention = self.stream + recomputed - saved["MLP"] + 4 * e * self.queries + 8 * self.heads
         workspace = max(
             mlp * self.tokens, attention * self.tokens + self.attention_workspace(block)
@@ -110,7 +116,7 @@ class Activations:
         sizes = {name: math.ceil(size * self.tokens) for name, size in kept.items()}
         if self._run.train.offload_activations:
             workspace, sizes = workspace + sum(sizes.values()), dict.fromkeys(sizes, 0)
-        copies = mode == "none" and e < FP32
+        copies = mode == "none" and e < FP32 and not self.recomputes_casts
         return BlockActivations(sizes, math.ceil(max(0, workspace)), copies)
 
     def _saved(self, block: int) -> Table:
@@ -119,9 +125,9 @@ class Activations:
         model = self._run.model
         table: Table = {}
         if self.is_compiled:
-            table["inputs of projections"] = 2 * e * h + 8
+            table["inputs of projections"] = (0 if self.recomputes_casts else 2 * e * h) + 8
             table["attention projection"] = e * self.hidden
-            mlp = 3 * e * f
+            mlp = (2 if self.recomputes_casts else 3) * e * f
         else:
             table["residual stream after attention"] = self.stream
             # Autocast converts the input of each projection by itself, if it has to.

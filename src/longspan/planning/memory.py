@@ -219,6 +219,7 @@ def _moments(
     copies = width * counts.autocast if keeps_copies else 0
     # Autocast holds its copies to the end of the forward pass; a compiled block makes its own.
     is_cached = not is_sharded and width < FP32_BYTES and not activations.is_compiled
+    is_cached = is_cached and not run.train.fp8  # whose layers cast without autocast
     cached = width * counts.autocast if is_cached else copies
     recast = 0 if is_sharded or keeps_copies or width == FP32_BYTES else width
     workspace += (recast + (0 if is_sharded else FP32_BYTES)) * counts.largest_block

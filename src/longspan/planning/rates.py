@@ -27,6 +27,12 @@ class RunRates(MatmulRates):
     matmul: float = 0.78
     half_rows: float = 100.0
     half_columns: float = 80.0
+    fp8_matmul: float = 0.6
+    """`matmul` of products in fp8, of the peak of those. A guess until it is measured."""
+    fp8_traffic: float = 7.0
+    """Bytes that casts to fp8 move per token and feature, in or out of a linear layer: its largest
+    magnitude is found (2 bytes), it is read (2), and written by rows and by columns (2), the input
+    once more in the backward pass. A count, until it is measured."""
     dense: float = 0.62
     """Attention by the dense pattern: of the peak, with heads so wide that it does not matter."""
     dilated: float = 0.45

@@ -16,17 +16,14 @@ from typing import Any
 
 from longspan.attention.pattern import Dense, Dilated, Pattern, patterns_of
 from longspan.attention.window import Window
-from longspan.config import Layout, Model, Run
+from longspan.config import Layout, Run
 from longspan.constants import MUON_ITERATIONS
 from longspan.costs import (
     count_trained,
     head_name,
     linear_sizes,
-    lora_rank_of,
-    rank_of,
     trains,
 )
-from longspan.errors import UserError
 from longspan.flops import (
     StageFlops,
     activation_elements,
@@ -39,6 +36,7 @@ from longspan.parallel.pipeline_schedule import plan_stages
 from longspan.planning.chunks import ROWS, Chunks, chunks_of, row_bytes
 from longspan.planning.collective_time import exposed_s
 from longspan.planning.communication import communication
+from longspan.planning.product_time import block_products, product_peak
 from longspan.planning.rates import RunRates, rates_of
 from longspan.planning.step_time import matmul_s, slower_of
 
@@ -208,13 +206,7 @@ class _Shape:
         self.copies = _counted(self.kinds, self.kind_of_layer)
         is_cpu = device.name == "cpu"
         precision = train.precision
-        peak = device.peak(precision)
-        if peak is None:
-            raise UserError(
-                f"train.precision = {precision!r} is not supported by {device.title}: use "
-                f"{' or '.join(repr(p) for p in device.flops if p in ('fp16', 'fp32', 'bf16'))}"
-            )
-        self.peak = peak
+        self.peak = product_peak(precision, device)
         self.width = 4 if precision == "fp32" else 2
         self.is_compiled = not is_cpu if train.compile == "auto" else train.compile
         shards = self.tensor * ranks["pipeline"] * ranks["shard"] * ranks["sequence"]
@@ -235,7 +227,7 @@ def _layer(
 ) -> dict[str, float]:
     """Seconds of a block with `pattern` and a micro-batch, forward and backward, by part."""
     model, train, tokens = run.model, run.train, shape.tokens
-    forward, backward = _matmuls(model, train.freeze, tokens, shape.tensor, shape.peak, rates)
+    forward, backward, casts = block_products(run, tokens, shape.tensor, device, rates)
     samples = train.micro_batch / (shape.ranks["sequence"] * shape.tensor)
     flops = samples * attention_flops(model, pattern, run.data.context)
     attention = flops / (shape.peak * attention_rate(pattern, model.head_dim, rates))
@@ -253,6 +245,7 @@ def _layer(
         "matrix products": forward + backward,
         "attention": attention * (1 + ATTENTION_BACKWARD),
         "memory-bound operators": traffic + rates.weight_traffic * parameters / bandwidth,
+        "casts to fp8": casts,
         "recomputation": again,
     }
     host = rates.host_s * (1 if shape.is_compiled else rates.eager_host)
@@ -265,41 +258,6 @@ def _layer(
         saved = activation_elements(model, train.activation_checkpointing)
         found["offload"] = 2 * shape.width * saved * tokens / shape.tensor / rates.host_link
     return found
-
-
-def _matmuls(
-    model: Model,
-    freeze: Sequence[str],
-    tokens: float,
-    tensor: int,
-    peak: float,
-    rates: RunRates,
-) -> tuple[float, float]:
-    """Seconds of the matrix products of the average block: forward, backward."""
-    forward = backward = 0.0
-    are_same = model.linear == "dense" and not model.lora.rank and not freeze
-    same = model.layers if are_same else 1  # blocks that have the same layers
-    for block in range(0, model.layers, same):
-        for name, (into, out) in linear_sizes(model).items():
-            # Split by rows after the attention and the activation function, else by columns.
-            splits_input = name in ("attention.out", "mlp.down")
-            i, o = (into / tensor, out) if splits_input else (into, out / tensor)
-            rank = rank_of(model, f"blocks.{block}.{name}", into, out) * model.sketch.terms
-            if not rank:
-                product = matmul_s(tokens, o, i, peak, rates)
-                # A frozen weight has no gradient.
-                is_trained = trains(model, freeze, f"blocks.{block}.{name}.weight")
-                gradients = 2 if is_trained else 1
-                forward, backward = forward + same * product, backward + gradients * same * product
-                rank = lora_rank_of(model, f"blocks.{block}.{name}")
-            if not rank:
-                continue
-            product = matmul_s(tokens, float(rank), i, peak, rates)
-            product += matmul_s(tokens, o, float(rank), peak, rates)
-            # Fixed factors of a sketch double the products, and have no gradient.
-            forward += product * (2 if model.linear == "sketched" else 1)
-            backward += product * (3 if model.linear == "sketched" else 2)
-    return forward / model.layers, backward / model.layers
 
 
 def attention_rate(pattern: Pattern, head_dim: int, rates: RunRates) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 from longspan.config import Model, Section
 from longspan.rules.chunks import chunk_layout_rules, chunk_rules
 from longspan.rules.data import mix_rules
+from longspan.rules.fp8 import fp8_layout_rules, fp8_rules
 from longspan.rules.layout import decoder_layout_rules, layout_rules, module_layout_rules
 from longspan.rules.model import (
     BIASES,
@@ -65,6 +66,8 @@ DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     chunk_rules,
     chunk_layout_rules,
     residual_rules,
+    fp8_rules,
+    fp8_layout_rules,
 )
 MODULE_RULES: tuple[Callable[..., Problems], ...] = (factory_rules, module_layout_rules)
 

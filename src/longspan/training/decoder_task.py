@@ -26,6 +26,7 @@ from longspan.export.side_files import is_tokenizer_of
 from longspan.hf_config import read_folder_config
 from longspan.models import new_decoder
 from longspan.models.generation import encode_prompt
+from longspan.nn import eval_mode
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext, PipelinedDecoder
 from longspan.tracking import Reporter
@@ -106,7 +107,7 @@ class DecoderTask:
             reporter.print("no sample: one token cannot be split over ranks; use longspan generate")
             return None
         sample = partial(sample_text, engine.inference_model, self.source, prompt)
-        with autocast(run.train):
+        with eval_mode(engine.model), autocast(run.train):
             return sample(run.train.seed, device, reporter, should_stop=should_stop)
 
 

@@ -19,6 +19,7 @@ from longspan.engines import Engine, InferenceModel
 from longspan.faults import fault_point
 from longspan.models import Decoder
 from longspan.models.generation import Sampling, complete
+from longspan.nn import eval_mode
 from longspan.parallel.collectives import all_reduce_any, all_reduce_loss
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
@@ -87,15 +88,16 @@ class DecoderEvaluation:
         """The loss per target of samples, of which each rank has its own; None after a stop."""
         model = self._engine.model
         assert isinstance(model, Decoder)
-        total = loss_sum(
-            self._engine.inference_model,
-            local,
-            self._micro_batch,
-            self._device,
-            self._context,
-            select_tokens=partial(local_tokens, model),
-            should_stop=lambda: any(all_reduce_any(self._mesh, requests.stop)),
-        )
+        with eval_mode(model):
+            total = loss_sum(
+                self._engine.inference_model,
+                local,
+                self._micro_batch,
+                self._device,
+                self._context,
+                select_tokens=partial(local_tokens, model),
+                should_stop=lambda: any(all_reduce_any(self._mesh, requests.stop)),
+            )
         if total is None:
             return None
         # A pipeline's forward pass returns the loss on all its ranks.

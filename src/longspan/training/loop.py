@@ -16,7 +16,7 @@ import torch
 
 from longspan.checkpoint import CHECKPOINTS, read_key
 from longspan.config import Run
-from longspan.device import autocast, choose_device, resolve
+from longspan.device import autocast, check_fp8, choose_device, resolve
 from longspan.engines import open_engine
 from longspan.errors import Diverged, OutOfMemory, PeerLost, Stopped
 from longspan.export.side_files import copy_side_files
@@ -110,6 +110,7 @@ def _train_until_it_fits(
     device = choose_device(run, world.local_rank)
     if run.train.gpu:  # refused by every rank, before anything is written
         device_of(run.train.gpu)
+    check_fp8(run.train, device)
     given = resolve(run, device)
     recovery = Recovery(world)
     while True:
@@ -344,7 +345,8 @@ def _device_rows(run: Run) -> dict[str, str]:
     train = run.train
     engine = {} if run.engine.name == "native" else {"engine": run.engine.name}
     compiled = ", compiled" if train.compile else ""
-    return {**engine, "device": f"{train.device}, {train.precision}{compiled}"}
+    fp8 = ", linear layers in fp8" if train.fp8 else ""
+    return {**engine, "device": f"{train.device}, {train.precision}{fp8}{compiled}"}
 
 
 @contextmanager
