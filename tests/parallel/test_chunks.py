@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from longspan.attention import BlockSparse, Dense, Dilated, Pattern, Window
@@ -15,11 +17,13 @@ from longspan.constants import IGNORE_INDEX
 from longspan.data import Batch
 from longspan.models.decoder import Decoder
 from longspan.models.initial import initialize
-from longspan.parallel.chunks import ChunkedDecoder
+from longspan.parallel.chunks import ChunkedDecoder, chunk_boundaries, split_chunks
 from longspan.planning.tracing import LiveMemory
 from tests.harness import Ranks
-from tests.parallel.test_apply import run_of, single_process_steps, steps_of
+from tests.parallel.test_apply import NO_BRANCHES, run_of, single_process_steps, steps_of
+from tests.parallel.test_apply import PATTERNS as APPLY_PATTERNS
 from tests.parallel.test_documents import folder  # noqa: F401, a fixture
+from tests.slow import slow
 from tests.steps import assert_same_steps
 
 TOKENS = 96
@@ -84,6 +88,37 @@ def test_chunks_give_the_gradients_of_whole_sequences(
         torch.testing.assert_close(0.01 * x, loss.detach())
 
 
+def step_over_ranks(_rank: int, _world: int, case: str, has_documents: bool) -> list[Tensor]:
+    """The loss and all gradients of ranks that split chunks, summed, and the loss evaluated."""
+    model, batch = decoder(PATTERNS[case]), batch_of(has_documents=has_documents)
+    chunk_tokens, group = 48 if has_documents else 16, dist.group.WORLD
+    chunked = ChunkedDecoder(model, chunk_tokens, offload=False, group=group)
+    inputs = batch.tokens, batch.targets, batch.documents, None
+    scale = torch.tensor(0.01)
+    loss = chunked.backward(model, inputs, scale, nullcontext, lambda _: nullcontext())
+    evaluated = scale * chunked(batch.tokens, batch.targets, batch.documents)
+    found = [loss, evaluated, *gradients(model).values()]
+    for x in found:
+        dist.all_reduce(x)
+    return found
+
+
+@pytest.mark.parametrize("has_documents", [pytest.param(False, marks=slow("parity")), True])
+@pytest.mark.parametrize("case", PATTERNS)
+def test_ranks_that_split_chunks_have_the_gradients_of_one(
+    ranks: Ranks, case: str, has_documents: bool
+) -> None:
+    """Sequence (context) parallelism: two ranks, of which each keeps the rows of its heads."""
+    whole, batch = decoder(PATTERNS[case]), batch_of(has_documents=has_documents)
+    loss = 0.01 * whole(batch.tokens, batch.targets, batch.documents)
+    loss.backward()
+    for found, evaluated, *grads in ranks.run(step_over_ranks, 2, case, has_documents):
+        for x in (found, evaluated):
+            torch.testing.assert_close(x, loss.detach(), rtol=1e-5, atol=0)
+        for grad, (name, expected) in zip(grads, gradients(whole).items(), strict=True):
+            assert (grad - expected).norm() <= 1e-5 * expected.norm(), name
+
+
 def test_one_chunk_is_the_whole_sequence_bit_for_bit() -> None:
     whole, model, batch = decoder((DILATED, Dense())), decoder((DILATED, Dense())), batch_of()
     loss = 0.01 * whole(batch.tokens, batch.targets)
@@ -125,21 +160,95 @@ LAYOUTS = [
     ["layout.replicate=2", "train.micro_batch=2"],
     ["layout.shard=2", "train.micro_batch=2", "train.activation_checkpointing=full"],
     ["layout.tensor=2", "train.micro_batch=4", "train.activation_checkpointing=selective"],
+    ["layout.sequence=2", "train.micro_batch=4", "train.activation_checkpointing=full"],
 ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda x: x[0])
-def test_layouts_in_chunks_take_the_steps_of_one_process(ranks: Ranks, layout: list[str]) -> None:
+LONGER = [
+    ["layout.sequence=4", "train.micro_batch=4", "layout.zero=1"],
+    ["layout.sequence=2", "layout.tensor=2", "train.activation_checkpointing=selective"],
+    ["layout.sequence=2", "layout.replicate=2", "train.offload_chunk_rows=true"],
+    ["layout.sequence=2", "layout.shard=2", "train.activation_checkpointing=full"],
+]
+
+
+@pytest.mark.parametrize(
+    ("world", "layout"),
+    [
+        *[(2, layout) for layout in LAYOUTS],
+        *[pytest.param(4, layout, marks=slow("parity")) for layout in LONGER],
+    ],
+    ids=str,
+)
+def test_layouts_in_chunks_take_the_steps_of_one_process(
+    ranks: Ranks, world: int, layout: list[str]
+) -> None:
     """The reference takes whole sequences; accumulation and validation loss are compared too."""
-    found = ranks.run(steps_of, 2, [*layout, "train.chunk_tokens=16"])
+    found = ranks.run(steps_of, world, [*layout, "train.chunk_tokens=16"])
     assert_same_steps(found, single_process_steps())
 
 
-def test_documents_and_loss_masks_of_a_run(folder: Path) -> None:  # noqa: F811
-    """Some documents are longer than a chunk, only answers have a loss, and there is dropout."""
+@slow("parity")
+@pytest.mark.parametrize("kind", APPLY_PATTERNS)
+def test_one_key_head_and_other_patterns_over_four_ranks(ranks: Ranks, kind: str) -> None:
+    """With two key heads or one, which several ranks read."""
+    pattern = ("model.kv_heads=2", *NO_BRANCHES, *APPLY_PATTERNS[kind])
+    options = [*pattern, "layout.sequence=4", "train.micro_batch=4", "train.chunk_tokens=16"]
+    assert_same_steps(ranks.run(steps_of, 4, options), single_process_steps(*pattern))
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        ["layout.shard=2"],
+        pytest.param(["layout.sequence=2"], marks=slow("parity")),
+        pytest.param(["layout.sequence=2", "layout.shard=2"], marks=slow("parity")),
+        pytest.param(["layout.sequence=2", "layout.tensor=2"], marks=slow("parity")),
+    ],
+    ids=str,
+)
+def test_documents_and_loss_masks_of_a_run(
+    ranks: Ranks,
+    folder: Path,  # noqa: F811
+    layout: list[str],
+) -> None:
+    """Some documents are longer than a chunk, only answers have a loss, and there is dropout.
+
+    Ranks with other samples have other chunks, and must gather parameters equally often.
+    """
     options = [f"data.source={folder}", "train.micro_batch=2", "model.dropout=0.1"]
-    chunks = ["train.chunk_tokens=16", "train.activation_checkpointing=full"]
-    assert_same_steps([steps_of(0, 1, [*options, *chunks])], steps_of(0, 1, options))
+    chunks = ["train.chunk_tokens=32", "train.activation_checkpointing=full"]
+    found = ranks.run(steps_of, 2 * len(layout), [*options, *chunks, *layout])
+    assert_same_steps(found, single_process_steps(*options))
+
+
+def test_chunks_are_split_until_ranks_have_equally_many() -> None:
+    starts = (0, 3, 5, 6)
+    chunks = chunk_boundaries(starts, 24, 8)
+    assert chunks == (0, 6, 14, 22, 24)
+    assert split_chunks(chunks, starts, 4, 8) == chunks
+    assert split_chunks(chunks, starts, 6, 8) == (0, 6, 10, 14, 18, 22, 24)  # halves of 8
+    assert split_chunks(chunks, starts, 7, 8) == (0, 3, 6, 10, 14, 18, 22, 24)  # at a document
+
+
+@pytest.mark.parametrize("least", [2, 4])
+def test_every_rank_has_tokens_of_every_chunk(least: int) -> None:
+    """Whatever the documents, which are random here, and however many chunks other ranks have."""
+    torch.manual_seed(0)
+    for size in (least, 4 * least, 8 * least):
+        found = []
+        for _ in range(50):
+            cuts = torch.randint(1, 64, (torch.randint(20, ()),))
+            starts = (0, *sorted(set(cuts.tolist())))
+            found.append((chunk_boundaries(starts, 64, size, least), starts))
+        most = max(len(chunks) - 1 for chunks, _ in found)
+        for chunks, starts in found:
+            chunks = split_chunks(chunks, starts, most, size, least)
+            assert len(chunks) == most + 1
+            lengths = [b - a for a, b in pairwise(chunks)]
+            assert sum(lengths) == 64
+            assert least <= min(lengths)
+            assert max(lengths) <= size
 
 
 @pytest.mark.parametrize(
@@ -147,7 +256,11 @@ def test_documents_and_loss_masks_of_a_run(folder: Path) -> None:  # noqa: F811
     [
         (["train.chunk_tokens=24"], "neither a multiple nor a divisor of the segment length 16"),
         (["train.offload_chunk_rows=true"], "has no effect without train.chunk_tokens"),
-        (["train.chunk_tokens=16", "layout.sequence=2"], "layout.sequence = 2"),
+        (["train.chunk_tokens=6", "layout.sequence=2"], "at least four times it: use 8"),
+        (
+            ["train.chunk_tokens=16", "layout.sequence=2", "model.heads=1", "model.kv_heads=1"],
+            "2 ranks cannot split the 1 heads and 1 key heads evenly",
+        ),
         (["train.chunk_tokens=16", "layout.pipeline=2"], "layout.pipeline = 2"),
         (["train.chunk_tokens=16", "engine.name=deepspeed"], 'engine.name = "native"'),
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,9 +26,11 @@ from longspan.engines.optimizer import build_optimizer
 from longspan.errors import UserError
 from longspan.hardware import device_of
 from longspan.models import new_decoder
+from longspan.parallel.dtensor import to_local
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World
 from longspan.planning.check import check_plan
+from longspan.planning.fake_world import fake_world
 from longspan.planning.ladder import ladder
 from longspan.planning.memory import memory_per_rank
 from longspan.planning.run_time import predict
@@ -58,24 +61,35 @@ def test_rows_are_counted_without_listing_them(pattern: Pattern) -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("world", "options"),
     [
-        [*DOUBLING, "train.precision=fp32"],
-        ["attention.kind=dense", "train.precision=fp32", "model.kv_heads=2"],
+        (1, DOUBLING),
+        (1, ["attention.kind=dense", "model.kv_heads=2"]),
+        (2, ["layout.sequence=2", *DOUBLING, "train.activation_checkpointing=full"]),
+        (2, ["layout.sequence=2", "attention.kind=dense", "model.kv_heads=2"]),
     ],
-    ids=["dilated", "dense"],
+    ids=["dilated", "dense", "sequence 2", "sequence 2, dense"],
 )
-def test_the_peak_of_a_step_in_chunks_is_planned(options: list[str]) -> None:
-    """Against the tensors of a real step: those of a fake one have no positions."""
-    run = run_of(1, [*options, "data.context=1024", "train.chunk_tokens=128"])
-    (planned,) = memory_per_rank(run, 1)
+def test_the_peak_of_a_step_in_chunks_is_planned(world: int, options: list[str]) -> None:
+    """Against the tensors of a real step: those of a fake one have no positions.
+
+    Of several ranks there is one, whose collectives return at once.
+    """
+    with fake_world(0, world) if world > 1 else nullcontext():
+        _compare_peak(world, options)
+
+
+def _compare_peak(world: int, options: list[str]) -> None:
+    fixed = ["train.precision=fp32", "data.context=1024", "train.chunk_tokens=128"]
+    run = run_of(world, [*options, *fixed])
+    (planned,) = memory_per_rank(run, world)
     spec, context = DecoderSpec(new_decoder(run)), partial(autocast, run.train)
     make = partial(build_optimizer, train=run.train)
-    with open_mesh(run.layout, World(0, 1, 0), CPU) as mesh:
+    with open_mesh(run.layout, World(0, world, 0), CPU) as mesh:
         engine = NativeEngine(spec, mesh, run.train, CPU, make, context, run.layout)
         tokens = torch.zeros(1, run.data.context, dtype=torch.int64)
         with LiveMemory() as memory:
-            memory.add(*engine.model.parameters())
+            memory.add(*(to_local(p) for p in engine.model.parameters()))
             for _ in range(2):
                 memory.reset_peak()
                 engine.backward(Batch(tokens, tokens), torch.tensor(1.0))
@@ -125,8 +139,8 @@ def test_auto_takes_the_largest_chunks_that_fit(tmp_path: Path) -> None:
     options = ["model.preset=125m", "data.source=recall", "train.micro_batch=1"]
     options += ["train.global_batch=1", "train.chunk_tokens=auto", "train.offload_chunk_rows=true"]
 
-    def found(context: int, world: int | None = 1) -> Run:
-        more = [*options, f"data.context={context}"]
+    def found(context: int, world: int | None = 1, layout: str = "layout.sequence=1") -> Run:
+        more = [*options, f"data.context={context}", layout]
         return load_run(None, more, builtin="cuda", world=world, hardware="h200")
 
     short, long = found(65536), found(1 << 23)
@@ -137,6 +151,10 @@ def test_auto_takes_the_largest_chunks_that_fit(tmp_path: Path) -> None:
     assert all(chunk % w == 0 or w % chunk == 0 for w in lengths)
     assert needed_by(_bf16(long)) <= usable_memory(device_of("h200"))
     assert needed_by(_with(_bf16(long), chunk_tokens=2 * chunk)) > usable_memory(device_of("h200"))
+    two = _with(_bf16(long), chunk_tokens=2 * chunk)  # which two sequence ranks can hold
+    two = two.model_copy(update={"layout": two.layout.model_copy(update={"sequence": 2})})
+    assert max(x.on_device for x in memory_per_rank(two, 2)) <= usable_memory(device_of("h200"))
+    assert found(1 << 23, world=2, layout="layout.sequence=2").train.chunk_tokens >= 2 * chunk
     unresolved = dump_run(found(1 << 23, world=None))
     assert 'chunk_tokens = "auto"' in unresolved
     (tmp_path / "run.toml").write_text(unresolved)

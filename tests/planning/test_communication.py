@@ -46,6 +46,7 @@ MEGATRON = "layout.megatron_sequence_parallel=true"
 FULL = "train.activation_checkpointing=full"
 FOUR = "model.layers=4"
 UNTIED = "model.tie_embeddings=false"
+CHUNKS = "train.chunk_tokens=32"
 NO_BRANCHES = ["attention.segment_lengths=[]", "attention.dilation_rates=[]"]
 DENSE = ["attention.kind=dense", *NO_BRANCHES]
 BLOCKS = ["attention.kind=block_sparse", "attention.block_size=8", *NO_BRANCHES]
@@ -110,6 +111,9 @@ FAKE = [
     (2, ["layout.tensor=2", *BIASES]),
     (4, ["layout.tensor=2", "layout.shard=2", "model.learnable_sinks=true"]),
     (2, ["layout.tensor=2", *BIASES, MEGATRON]),
+    (2, ["layout.zero=2", CHUNKS]),
+    (2, ["layout.zero=3", CHUNKS, FULL]),
+    (2, ["layout.tensor=2", "model.sub_layer_norm=true", CHUNKS, BF16, FULL]),
     (2, ["layout.tensor=2", "model.linear=sketched", "model.sketch.rank=3", BF16, FULL]),
     (
         4,
@@ -132,6 +136,7 @@ REAL = [  # where a rank needs what the others send
     (4, ["layout.sequence=4", *DENSE, "model.kv_heads=1", BF16, "train.micro_batch=2"]),
     (4, ["layout.sequence=4", *DENSE, FULL]),
     (2, ["layout.sequence=2", *BLOCKS, "attention.local_window=16"]),
+    (2, ["layout.sequence=2", CHUNKS, FULL]),
 ]
 
 

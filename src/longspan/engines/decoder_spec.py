@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -12,6 +14,7 @@ from longspan.models import Decoder, parameter_shapes, stored_shapes
 from longspan.models.initial import allocate, initial_weight, initialize
 from longspan.parallel.apply import apply_to_blocks, materialize, parallelize
 from longspan.parallel.chunks import ChunkedDecoder
+from longspan.parallel.collectives import all_reduce_max
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
 from longspan.parallel.sequence import local_tokens
@@ -48,8 +51,15 @@ class DecoderSpec:
         self, mesh: ParallelMesh, layout: Layout, train: Train, forward_context: ForwardContext
     ) -> nn.Module:
         if train.chunk_tokens:
-            offload = train.offload_chunk_rows
-            self.chunked = ChunkedDecoder(self.model, train.chunk_tokens, offload=offload)
+            # FSDP gathers parameters in every pass, of which ranks must take equally many.
+            must_agree = mesh.is_fsdp and mesh.data_ranks > 1
+            self.chunked = ChunkedDecoder(
+                self.model,
+                train.chunk_tokens,
+                offload=train.offload_chunk_rows,
+                group=mesh.sequence_group,
+                agree=partial(all_reduce_max, mesh) if must_agree else None,
+            )
         return parallelize(self.model, mesh, layout, train, forward_context)
 
     def materialize(

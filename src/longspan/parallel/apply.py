@@ -84,7 +84,7 @@ def parallelize(
         flops = stage_flops(model.config, model.patterns, model.context)
         stages = plan_stages(layout, model.config.layers, flops, mesh.ranks["pipeline"])
         drop_remote_layers(model, stages, mesh["pipeline"].get_local_rank())
-    if mesh.sequence_group is not None:
+    if mesh.sequence_group is not None and not train.chunk_tokens:  # chunks are split as they come
         apply_sequence_parallel(model, mesh.sequence_group, mesh.ranks["tensor"])
     if mesh.ranks["tensor"] > 1:
         apply_tensor_parallel(model, mesh["tensor"], layout.megatron_sequence_parallel)

@@ -186,12 +186,14 @@ class Activations:
             return {}
         heads = Heads(model.heads // degrees.tensor, model.kv_heads // degrees.tensor)
         pattern, context = self._patterns[block], self._run.data.context
-        if isinstance(pattern, Dilated) and pattern.blocks is None:
+        is_chunk = self._run.train.chunk_tokens > 0
+        if isinstance(pattern, Dilated) and pattern.blocks is None and not is_chunk:
             # At most what a shard at the end of every branch's segment receives.
             local = -(-context // degrees.sequence)
             rows = sum(max(0, min(w, context) - local) / r for w, r in pattern.branches)
             return {"received keys and values": self.width * 2 * self.keys * rows / local}
-        found = exchanges(pattern, self._patterns, context, degrees.sequence, heads, None)
+        options = context, degrees.sequence, heads, None
+        found = exchanges(pattern, self._patterns, *options, is_chunk=is_chunk)
         if not found or found[0][2].startswith("keys and values of a round"):
             return {}  # all keys are local, or pass through in rounds
         vectors = found[0][0] if found[0][3] else 2 * found[0][0] + 2 * found[1][0]

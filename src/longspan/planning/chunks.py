@@ -6,6 +6,7 @@ and what it has besides: rows of earlier chunks, their gradients, and one more f
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -26,7 +27,7 @@ class Chunks(NamedTuple):
     """A run in chunks."""
 
     of_chunk: Run
-    """The run whose samples are chunks."""
+    """The run whose samples are chunks: it has one chunk in each."""
     per_sample: int
     """How many a sample has."""
 
@@ -38,11 +39,7 @@ def chunks_of(run: Run) -> Chunks | None:
         return None
     count = -(-context // size)
     together = 1 if run.data.isolates else train.micro_batch  # documents are walked one by one
-    update = {
-        "chunk_tokens": 0,
-        "micro_batch": together,
-        "global_batch": train.global_batch * count,
-    }
+    update = {"micro_batch": together, "global_batch": train.global_batch * count}
     return Chunks(
         run.model_copy(
             update={
@@ -70,15 +67,20 @@ def chunk_sizes(run: Run) -> list[int]:
     ]
 
 
-def row_bytes(run: Run, tensor: int) -> dict[str, int]:
-    """Bytes on a rank of the rows of earlier chunks, and of their gradients, by name."""
+def row_bytes(run: Run, ranks: Mapping[str, int]) -> dict[str, int]:
+    """Bytes on a rank of the rows of earlier chunks, and of their gradients, by name.
+
+    `ranks` of each axis: those of tensor and sequence parallelism split heads.
+    """
     chunks = chunks_of(run)
     if chunks is None:
         return {}
     model, train = run.model, run.train
     width = 2 if train.precision in ("bf16", "fp16") else FP32_BYTES
     vectors = 2 * model.head_dim * chunks.of_chunk.train.micro_batch
-    heads, kept, read, gradients = Heads(model.heads // tensor, model.kv_heads // tensor), 0, 0, 0
+    split = ranks["tensor"] * ranks["sequence"]
+    heads = Heads(model.heads // split, max(1, model.kv_heads // split))
+    kept = read = gradients = 0
     for pattern in patterns_of(run.attention, model.layers):
         rows, most = _count(pattern, run.data.context, train.chunk_tokens, heads)
         kept += width * vectors * rows

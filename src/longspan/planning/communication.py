@@ -44,11 +44,9 @@ def communication(
         of_chunks = communication(
             chunks.of_chunk, gpus, pipeline_rank=pipeline_rank, sequence_rank=sequence_rank
         )
-        more = (chunks.per_sample - 1) / chunks.per_sample  # chunks with another forward pass
-        return [
-            replace(x, calls=x.calls + int(more * x.calls)) if x.purpose.endswith("forward") else x
-            for x in of_chunks
-        ]
+        count = chunks.per_sample  # of which all but one have another forward pass
+        more = [_forward_calls(x, run) * (count - 1) // count for x in of_chunks]
+        return [replace(x, calls=x.calls + n) for x, n in zip(of_chunks, more, strict=True)]
     step = Step(run, gpus, pipeline_rank)
     found = [
         *_gradients_of_replicas(step),
@@ -63,6 +61,24 @@ def communication(
         if x.ranks > 1 and x.bytes > 0:
             counts[replace(x, calls=1)] += x.calls
     return [replace(x, calls=calls) for x, calls in counts.items() if calls > 0]
+
+
+def _forward_calls(x: Traffic, run: Run) -> int:
+    """Those that a forward pass of the blocks repeats."""
+    again = run.train.activation_checkpointing != "none"  # some are in the recomputation, too
+    match x.axis, x.purpose:
+        case "shard", purpose if purpose.endswith("forward"):
+            # Only ZeRO-3 frees gathered parameters after a forward pass, and only those of blocks.
+            return x.calls if x.overlaps and run.layout.zero == 3 else 0
+        case "sequence", _:
+            return x.calls // 2  # heads for tokens and back, forward and backward
+        case "tensor", "embedding" | "output of the MLP":
+            return x.calls
+        case "tensor", "output of attention":
+            return x.calls // (1 + again)
+        case "tensor", purpose if purpose.startswith(("sums of squares", "between")):
+            return x.calls // (2 + again)
+    return 0
 
 
 def _gradients_of_replicas(step: Step) -> Iterator[Traffic]:

@@ -136,7 +136,13 @@ def sequence_traffic(step: Step, sequence_rank: int | None) -> Iterator[Traffic]
     vector = step.width * step.run.train.micro_batch * model.head_dim
     for block, copies in step.blocks():
         for vectors, times, purpose, is_sparse in exchanges(
-            patterns[block], patterns, context, ranks, heads, sequence_rank
+            patterns[block],
+            patterns,
+            context,
+            ranks,
+            heads,
+            sequence_rank,
+            is_chunk=step.run.train.chunk_tokens > 0,
         ):
             yield Traffic(
                 "sequence",
@@ -157,15 +163,29 @@ def exchanges(
     ranks: int,
     heads: Heads,
     rank: int | None,
+    *,
+    is_chunk: bool = False,
 ) -> tuple[tuple[int, int, str, bool], ...]:
     """What attention exchanges in a layer with `pattern`, forward and backward, for one sequence.
 
-    `patterns` are those of all layers, which decide how the sequence is split.
+    `patterns` are those of all layers, which decide how the sequence is split; `is_chunk`: it is a
+    chunk, whose ranks always exchange tokens for heads.
     Each entry: vectors of head_dim elements, calls, what they are, and whether none of them stays
     on the rank. `rank` None is the one that communicates most.
     """
+    if is_chunk:
+        return _of_ulysses(Shards.even(context, ranks).length(rank or 0), ranks, heads)
     shards = choose_shards(patterns, context, ranks, heads)
     return _exchanges(pattern, shards, heads, rank)
+
+
+def _of_ulysses(length: int, ranks: int, heads: Heads) -> tuple[tuple[int, int, str, bool], ...]:
+    """Of a rank with `length` tokens."""
+    copies = max(heads.keys, ranks)
+    return (
+        (length * heads.queries, 4, "queries and outputs, all tokens of some heads", False),
+        (length * copies, 4, "keys and values, all tokens of some heads", False),
+    )
 
 
 @lru_cache(maxsize=256)
@@ -177,12 +197,7 @@ def _exchanges(
     if strategy == "local":
         return ()
     if strategy == "ulysses":
-        length = shards.length(0 if rank is None else rank)
-        copies = max(heads.keys, ranks)
-        return (
-            (length * heads.queries, 4, "queries and outputs, all tokens of some heads", False),
-            (length * copies, 4, "keys and values, all tokens of some heads", False),
-        )
+        return _of_ulysses(shards.length(rank or 0), ranks, heads)
     if strategy == "ring":
         found = Counter[tuple[int, str]]()
         last = ranks - 1

@@ -92,7 +92,7 @@ def memory_per_rank(run: Run, world: int, allowance: Allowance = ALLOWANCE) -> l
     """
     if chunks := chunks_of(run):
         (memory,) = memory_per_rank(chunks.of_chunk, world, allowance)
-        rows = row_bytes(run, run.layout.resolve(world)["tensor"])
+        rows = row_bytes(run, run.layout.resolve(world))
         rows[ROWS] *= not run.train.offload_chunk_rows
         lost = 0 if run.train.device == "cpu" else int(allowance.fragmentation * sum(rows.values()))
         return [

@@ -135,7 +135,7 @@ def _documents_note(run: Run) -> dict[str, str]:
     if not run.data.isolates:
         return {}
     text = "planned as one per sample; shorter ones take less time for attention"
-    if run.layout.sequence != 1:
+    if run.layout.sequence != 1 and not run.train.chunk_tokens:
         text += ", and where heads can be split over the sequence axis, ranks exchange heads for"
         text += " tokens (Ulysses), which is not planned"
     return {"documents": text}

@@ -165,7 +165,7 @@ def _in_chunks(run: Run, chunks: Chunks, gpus: int, device: Device, rates: RunRa
     }
     parts["gathering rows of chunks"] = rates.chunk_overhead * sum(parts.values())
     if run.train.offload_chunk_rows:  # written once, read in each pass
-        rows = row_bytes(run, run.layout.resolve(gpus)["tensor"])[ROWS]
+        rows = row_bytes(run, run.layout.resolve(gpus))[ROWS]
         parts["offload"] = parts.get("offload", 0.0) + 3 * rows / rates.host_link
     of_run = sum(flops_per_sample(run.model, patterns, context, run.train.freeze))
     return replace(

@@ -13,14 +13,19 @@ ranks; here from memory, where earlier chunks have left them. So a walk takes
    that sees it to its own chunk: for a dilated pattern, while its segment is open.
 
 A dense pattern keeps whole chunks, which are attended one after another like the shards of a ring.
+
+Ranks may split the tokens of every chunk (sequence parallelism). An all-to-all then gives each of
+them all tokens of the chunk and a share of the heads (Ulysses), of which it keeps the rows.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -32,6 +37,7 @@ from longspan.attention.context_parallel.chunk_rows import (
 )
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.context_parallel.sparse_kv import attend_over_rows
+from longspan.attention.context_parallel.ulysses import mask_of_heads, ulysses_attention
 from longspan.attention.functional import attend, attend_checked
 from longspan.attention.mask import Mask, check_mask, check_tensors
 from longspan.attention.merge import (
@@ -54,9 +60,11 @@ class Walk:
     Outside of `begin` and `end` it is nowhere, and attention is that of whole sequences.
     """
 
-    def __init__(self, *, offload: bool = False) -> None:
-        """`offload`: keep rows in the memory of the CPU."""
-        self.offload = offload
+    def __init__(self, *, offload: bool = False, group: dist.ProcessGroup | None = None) -> None:
+        """`offload`: keep rows in the memory of the CPU; `group`: the ranks that split chunks."""
+        self.offload, self.group = offload, group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.ranks = 1 if group is None else dist.get_world_size(group)
         self.shards: Shards | None = None
         self.documents: tuple[int, ...] = ()
         self.chunk, self.keeps = 0, False
@@ -69,6 +77,19 @@ class Walk:
     def enter(self, chunk: int, *, keeps: bool) -> None:
         """Come to a chunk; `keeps`: to keep the rows of it that later ones see."""
         self.chunk, self.keeps = chunk, keeps
+
+    @property
+    def chunk_shards(self) -> Shards:
+        """How ranks split the tokens of the chunk."""
+        assert self.shards is not None
+        return Shards.even(self.shards.length(self.chunk), self.ranks)
+
+    @property
+    def local_range(self) -> range:
+        """The positions of this rank's tokens of the chunk."""
+        assert self.shards is not None
+        local, first = self.chunk_shards.local_range(self.rank), self.shards.boundaries[self.chunk]
+        return range(first + local.start, first + local.stop)
 
     def end(self) -> None:
         self.shards = None
@@ -116,26 +137,31 @@ class ChunkAttention:
     ) -> Tensor:
         """`attend`, causal, for the chunk that the walk is at.
 
-        q: (batch, tokens of the chunk, heads, head_dim); k, v: the same with a divisor of q's
-        heads. `documents`: those of a whole sequence outside of a walk, which knows its own.
+        q: (batch, this rank's tokens of the chunk, heads, head_dim); k, v: the same with a divisor
+        of q's heads. `documents`: those of a whole sequence outside of a walk, which knows its own.
         """
-        if self.walk.shards is None:
+        walk = self.walk
+        if walk.shards is None:
             return attend(q, k, v, pattern, documents=documents, sink_logits=sink_logits)
         assert documents is None
-        return _attend_in_chunk(q, k, v, pattern, sink_logits, self.walk, self.layer)
+        if walk.documents:
+            pattern = Packed(pattern, walk.documents)
+        mask = Mask(pattern, sink_logits=sink_logits)
+        check_tensors(q, k, v)
+        check_mask(q, mask, k.shape[1])
+        if walk.group is None:
+            return _attend_in_chunk(q, k, v, mask, walk, self.layer)
+        of_heads = mask_of_heads(mask, q.shape[2], walk.ranks, walk.rank)
+        attend_heads = partial(_attend_in_chunk, mask=of_heads, walk=walk, layer=self.layer)
+        shards, name = walk.chunk_shards, walk.group.group_name
+        return ulysses_attention(q, k, v, attend_heads, shards, walk.rank, name)
 
 
-def _attend_in_chunk(
-    q: Tensor, k: Tensor, v: Tensor, pattern: Pattern, sink_logits: Tensor | None, walk: Walk,
-    layer: int,
-) -> Tensor:  # fmt: skip
+def _attend_in_chunk(q: Tensor, k: Tensor, v: Tensor, mask: Mask, walk: Walk, layer: int) -> Tensor:
+    """The attention of all tokens of a chunk, of this rank's heads."""
     assert walk.shards is not None
-    if walk.documents:
-        pattern = Packed(pattern, walk.documents)
-    scale, mask = q.shape[-1] ** -0.5, Mask(pattern, sink_logits=sink_logits)
+    scale, pattern = q.shape[-1] ** -0.5, mask.pattern
     shards, chunk = walk.shards, walk.chunk
-    check_tensors(q, k, v)
-    check_mask(q, mask, k.shape[1])
     rows = walk.rows(layer, pattern, q, k, scale)
     k, v = _Keep.apply(k, v, rows, chunk, walk.keeps)  # type: ignore[no-untyped-call]
     local = shards.local_range(chunk)

@@ -7,7 +7,7 @@ and, if several are possible, the bytes that the rank with the most traffic rece
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Literal
 
@@ -19,11 +19,15 @@ from longspan.attention.context_parallel.kv_exchange import remote_row_counts
 from longspan.attention.context_parallel.ring import ring_attention
 from longspan.attention.context_parallel.shards import Heads, Shards
 from longspan.attention.context_parallel.sparse_kv import sparse_kv_attention
-from longspan.attention.context_parallel.ulysses import can_split_heads, ulysses_attention
+from longspan.attention.context_parallel.ulysses import (
+    can_split_heads,
+    mask_of_heads,
+    ulysses_attention,
+)
 from longspan.attention.functional import attend_checked
 from longspan.attention.mask import Mask, check_mask, check_scale, check_tensors
 from longspan.attention.merge import has_flash_kernel
-from longspan.attention.packed import Packed, from_head
+from longspan.attention.packed import Packed
 from longspan.attention.pattern import Dense, Dilated, Pattern
 from longspan.torch_internals import never_compiled
 
@@ -102,12 +106,7 @@ def _attend(
             sinks = mask.sink_logits
             return ring_attention(q, k, v, mask.is_causal, scale, shards, rank, name, sinks)
         case "ulysses":
-            first = rank * heads.queries // shards.ranks
-            sinks = mask.sink_logits
-            if sinks is not None:
-                sinks = sinks[first : first + heads.queries // shards.ranks]
-            pattern = from_head(mask.pattern, first)
-            of_heads = replace(mask, pattern=pattern, sink_logits=sinks)
+            of_heads = mask_of_heads(mask, heads.queries, shards.ranks, rank)
             attend_heads = partial(attend_local, mask=of_heads)
             return ulysses_attention(q, k, v, attend_heads, shards, rank, name)
         case "sparse_kv":

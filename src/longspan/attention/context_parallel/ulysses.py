@@ -7,6 +7,7 @@ attention runs, with any mask.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,12 +15,23 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from longspan.attention.context_parallel.shards import Heads, Shards
+from longspan.attention.mask import Mask
+from longspan.attention.packed import from_head
 from longspan.torch_internals import all_to_all_async, wait
 
 
 def can_split_heads(heads: Heads, ranks: int) -> bool:
     """Whether every rank gets equally many query heads, and all key heads that they read."""
     return heads.queries % ranks == 0 and (heads.keys % ranks == 0 or ranks % heads.keys == 0)
+
+
+def mask_of_heads(mask: Mask, heads: int, ranks: int, rank: int) -> Mask:
+    """The mask of a rank's share of query heads."""
+    count = heads // ranks
+    first, sinks = rank * count, mask.sink_logits
+    if sinks is not None:
+        sinks = sinks[first : first + count]
+    return replace(mask, pattern=from_head(mask.pattern, first), sink_logits=sinks)
 
 
 def ulysses_attention(
