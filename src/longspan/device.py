@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import resource
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -93,6 +94,20 @@ def autocast(train: Train) -> AbstractContextManager[object]:
     """Return the autocast context of the run's mixed precision; parameters stay float32."""
     dtype = DTYPES.get(train.precision)
     return torch.autocast(train.device, dtype=dtype, enabled=dtype is not None)
+
+
+@contextmanager
+def matmul_precision(train: Train) -> Iterator[None]:
+    """A context with the run's precision of float32 products; afterwards it is as it was before."""
+    if train.matmul_precision is None:
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(train.matmul_precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def peak_memory(device: torch.device) -> int:

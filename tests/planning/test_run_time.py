@@ -28,6 +28,7 @@ PERFECT = RunRates(
 )  # fmt: skip
 SMALL = ["model.preset=125m", "model.vocab=1024", "data.context=4096", "train.micro_batch=2"]
 SMALL += ["train.global_batch=16", "attention.kind=dense"]
+TF32 = "train.matmul_precision=high"
 
 
 def small_run(*overrides: str, world: int = 1) -> Run:
@@ -169,3 +170,17 @@ def test_products_in_fp8_take_the_time_of_its_peak_and_of_the_casts() -> None:
     assert fp8.parts["casts to fp8"] == pytest.approx(casts)
     with pytest.raises(UserError, match=r"train.fp8 = true is not supported by A100"):
         predict(small_run("train.fp8=true"), 1, devices()["a100"], rates)
+
+
+@pytest.mark.parametrize(("gpu", "faster"), [("h200", 494 / 67), ("v100", 1.0)])
+def test_products_in_tf32_take_the_time_of_its_peak(gpu: str, faster: float) -> None:
+    """Attention computes in float32, and a V100 has no TF32."""
+    plain, tf32 = (
+        predict(small_run("train.precision=fp32", *more), 1, devices()[gpu], PERFECT)
+        for more in ([], [TF32])
+    )
+    for part in ("matrix products", "loss"):
+        assert plain.parts[part] / tf32.parts[part] == pytest.approx(faster)
+    assert tf32.parts["attention"] == plain.parts["attention"]
+    bf16 = [predict(small_run(*more), 1, H200, PERFECT).step_s for more in ([], [TF32])]
+    assert bf16[0] == bf16[1]

@@ -15,6 +15,7 @@ import torch
 from longspan.checkpoint import load
 from longspan.config import Run
 from longspan.data.build import build
+from longspan.engines.native import NativeEngine
 from longspan.errors import Diverged, UserError
 from longspan.runfile import load_run
 from longspan.trained import load_trained
@@ -173,6 +174,37 @@ def test_the_trained_model_is_what_was_saved(shards: Path, tmp_path: Path) -> No
     weights = load(tmp_path / "run" / "checkpoints" / "step-00000003", "model")
     assert step == 3
     assert all(torch.equal(weights[name], value) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize(("wanted", "expected"), [("high", "high"), (None, "medium")])
+def test_the_precision_of_products_is_set_for_the_run_alone(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: str, expected: str
+) -> None:
+    found = []
+    backward = NativeEngine.backward
+
+    def record(*args: Any) -> Any:
+        found.append(torch.get_float32_matmul_precision())
+        return backward(*args)
+
+    def fail(*_: Any) -> Any:
+        raise RuntimeError("stop here")
+
+    options = [f"train.matmul_precision={wanted}"] if wanted else []
+    run = small_run(shards, "train.steps=1", *options)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("medium")  # a notebook's own
+    try:
+        monkeypatch.setattr(NativeEngine, "backward", record)
+        train(run, tmp_path / "run")
+        assert set(found) == {expected}
+        assert torch.get_float32_matmul_precision() == "medium"
+        monkeypatch.setattr(NativeEngine, "backward", fail)
+        with pytest.raises(RuntimeError, match="stop here"):
+            train(run, tmp_path / "failed")
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_bf16_trains_with_fp32_weights(shards: Path, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from longspan.benchmarks.measure import Rows, machine, open_console, write_result
 from longspan.config import Run
 from longspan.data import Prefetcher, open_source
-from longspan.device import autocast, resolve
+from longspan.device import autocast, matmul_precision, resolve
 from longspan.engines import open_engine
 from longspan.errors import UserError, first_problem
 from longspan.files import read_json_object
@@ -151,7 +151,7 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
     device = torch.device(run.train.device)
     is_gpu = device.type == "cuda"
     source, seconds = open_source(run.data, run.model), list[float]()
-    with open_mesh(run.layout, World(0, 1, 0), device) as mesh:
+    with open_mesh(run.layout, World(0, 1, 0), device) as mesh, matmul_precision(run.train):
         engine = open_engine(run, mesh, device, partial(autocast, run.train))
         state = TrainState(engine, mesh, Guard(0.0, device))
         with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from longspan.config import Run
+from longspan.config import Run, Train
 from longspan.costs import linear_sizes, lora_rank_of, rank_of, trains
 from longspan.errors import UserError
 from longspan.hardware import Device
@@ -12,8 +12,16 @@ from longspan.planning.rates import RunRates
 from longspan.planning.step_time import matmul_s
 
 
-def product_peak(precision: str, device: Device) -> float:
-    """FLOP/s of matrix products in `train.precision`."""
+def product_peak(train: Train, device: Device) -> float:
+    """FLOP/s of matrix products in `train.precision`, or in TF32 by `train.matmul_precision`."""
+    uses_tf32 = train.precision == "fp32" and train.matmul_precision in ("high", "medium")
+    if uses_tf32 and (tf32 := device.peak("tf32")):
+        return tf32
+    return precision_peak(train.precision, device)
+
+
+def precision_peak(precision: str, device: Device) -> float:
+    """FLOP/s of `train.precision` without TF32, which attention does not use."""
     if (peak := device.peak(precision)) is None:
         known = (repr(p) for p in device.flops if p in ("fp16", "fp32", "bf16"))
         raise UserError(
@@ -28,7 +36,7 @@ def block_products(
 ) -> tuple[float, float, float]:
     """Seconds of the linear layers of the average block: forward, backward, and casts to fp8."""
     model, freeze = run.model, run.train.freeze
-    peak, casts = product_peak(run.train.precision, device), 0.0
+    peak, casts = product_peak(run.train, device), 0.0
     if run.train.fp8:
         if (fp8 := device.peak("fp8")) is None:
             raise UserError(f"train.fp8 = true is not supported by {device.title}: use false")

@@ -36,7 +36,7 @@ from longspan.parallel.pipeline_schedule import plan_stages
 from longspan.planning.chunks import ROWS, Chunks, chunks_of, row_bytes
 from longspan.planning.collective_time import exposed_s
 from longspan.planning.communication import communication
-from longspan.planning.product_time import block_products, product_peak
+from longspan.planning.product_time import block_products, precision_peak, product_peak
 from longspan.planning.rates import RunRates, rates_of
 from longspan.planning.step_time import matmul_s, slower_of
 
@@ -206,7 +206,8 @@ class _Shape:
         self.copies = _counted(self.kinds, self.kind_of_layer)
         is_cpu = device.name == "cpu"
         precision = train.precision
-        self.peak = product_peak(precision, device)
+        self.peak = product_peak(train, device)
+        self.attention_peak = precision_peak(precision, device)
         self.width = 4 if precision == "fp32" else 2
         self.is_compiled = not is_cpu if train.compile == "auto" else train.compile
         shards = self.tensor * ranks["pipeline"] * ranks["shard"] * ranks["sequence"]
@@ -230,7 +231,7 @@ def _layer(
     forward, backward, casts = block_products(run, tokens, shape.tensor, device, rates)
     samples = train.micro_batch / (shape.ranks["sequence"] * shape.tensor)
     flops = samples * attention_flops(model, pattern, run.data.context)
-    attention = flops / (shape.peak * attention_rate(pattern, model.head_dim, rates))
+    attention = flops / (shape.attention_peak * attention_rate(pattern, model.head_dim, rates))
     bandwidth = device.bandwidth * rates.bandwidth
     traffic = _block_bytes(run, shape) * rates.block_traffic / bandwidth
     if not shape.is_compiled:

@@ -16,7 +16,7 @@ import torch
 
 from longspan.checkpoint import CHECKPOINTS, read_key
 from longspan.config import Run
-from longspan.device import autocast, check_fp8, choose_device, resolve
+from longspan.device import autocast, check_fp8, choose_device, matmul_precision, resolve
 from longspan.engines import open_engine
 from longspan.errors import Diverged, OutOfMemory, PeerLost, Stopped
 from longspan.export.side_files import copy_side_files
@@ -95,10 +95,11 @@ def train(
     run_dir, world = Path(run_dir), world or world_of_environment()
     open_task = open_task or task_of_run
     if not world.is_main:
-        return _train_until_it_fits(run, run_dir, world, open_task, resume=resume)
+        with matmul_precision(run.train):
+            return _train_until_it_fits(run, run_dir, world, open_task, resume=resume)
     check_installed(run.track.sinks)
     check_run_folder(run_dir, resume=resume)
-    with owned(run_dir):
+    with owned(run_dir), matmul_precision(run.train):
         check_run_folder(run_dir, resume=resume)  # it may have been another's until now
         return _train_until_it_fits(run, run_dir, world, open_task, resume=resume)
 
