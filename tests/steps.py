@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -21,7 +20,7 @@ from longspan.training.evaluation import DecoderEvaluation
 from longspan.training.guard import Guard
 from longspan.training.signals import StopRequests
 from longspan.training.state import TrainState, resume_key
-from longspan.training.step import forward_context, train_step
+from longspan.training.step import forward_context_of, train_step
 
 CPU = torch.device("cpu")
 
@@ -40,7 +39,7 @@ def open_state(run: Run, rank: int = 0, world: int = 1) -> Iterator[tuple[TrainS
     source = open_source(run.data, run.model)
     torch.manual_seed(run.train.seed)
     with open_mesh(run.layout, World(rank, world, rank), CPU) as mesh:
-        engine = open_engine(run, mesh, CPU, partial(forward_context, run.train))
+        engine = open_engine(run, mesh, CPU, forward_context_of(run.train))
         with Prefetcher(source, run.train.seed, mesh.local_samples, CPU) as data:
             yield TrainState(engine, mesh, Guard(0.0, CPU), resume_key(run, source)), data
 

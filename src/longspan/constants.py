@@ -8,5 +8,8 @@ full rate."""
 KERNEL_LOSS_CHUNK = 1 << 28
 """The same where the softmax is a kernel, which needs no float32 copies: 512 MiB in bf16."""
 
+OFFLOAD_HELD, OFFLOAD_IN_FLIGHT = 2, 2
+"""Of offloaded activations, the newest that are not copied yet, and those whose copy to the CPU may
+still be under way while compute goes on: so many are on the device."""
 MUON_ITERATIONS = 5
 """Newton-Schulz iterations of a step of Muon."""

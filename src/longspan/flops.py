@@ -7,8 +7,9 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from longspan.attention import Pattern
-from longspan.config import Model
-from longspan.costs import count_frozen_products, linear_costs
+from longspan.config import Model, Train
+from longspan.constants import MUON_ITERATIONS
+from longspan.costs import count_frozen_products, linear_costs, linear_sizes
 
 
 class StageFlops(NamedTuple):
@@ -66,10 +67,20 @@ def _attention_flops(pattern: Pattern, context: int, heads: int, head_dim: int) 
     return pattern.flops(context, heads, head_dim, is_causal=True)
 
 
-def activation_elements(model: Model, activation_checkpointing: str) -> int:
-    """Elements that one block saves per token for the backward pass, in round terms."""
-    return {
-        "none": 10 * model.hidden + 4 * model.ffn,
-        "selective": 6 * model.hidden + 2 * model.ffn,
-        "full": model.hidden,
-    }[activation_checkpointing]
+def activation_bytes(model: Model, train: Train, width: int) -> int:
+    """Bytes that one block saves per token for the backward pass, in round terms.
+
+    `width`: bytes of an element in the run's precision.
+    """
+    mode = train.activation_checkpointing
+    if mode == "full":  # the residual stream before the block
+        return (4 if train.residual_precision == "fp32" else width) * model.hidden
+    hidden, ffn = {"none": (10, 4), "selective": (6, 2)}[mode]
+    return width * (hidden * model.hidden + ffn * model.ffn)
+
+
+def muon_flops(model: Model) -> float:
+    """FLOPs of Muon's iterations in a step, which every rank of a pipeline stage computes."""
+    sizes = [sorted(size) for size in linear_sizes(model).values()]
+    one = sum(4 * short**2 * long + 2 * short**3 for short, long in sizes)
+    return float(MUON_ITERATIONS * model.layers * one)

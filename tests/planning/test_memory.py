@@ -117,6 +117,19 @@ def test_offloaded_memory_is_not_on_the_device(world: int) -> None:
     assert offloaded.offloaded == sum((resident.parameters, resident.gradients, resident.optimizer))
 
 
+def test_offloaded_activations_are_in_cpu_memory_but_for_those_under_way() -> None:
+    options = ["model.layers=8", "train.activation_checkpointing=full", "train.micro_batch=2"]
+    plain, offloaded = (
+        memory_per_rank(run_of(1, [*options, f"train.offload_activations={x}"]), 1)[0]
+        for x in ("false", "true")
+    )
+    inputs = plain.kept["block inputs"]
+    assert offloaded.offloaded == inputs
+    assert "activations" not in offloaded.peak or offloaded.peak["activations"] < inputs / 8
+    more = offloaded.peak["block workspace"] - plain.peak["block workspace"]
+    assert more == 4 * inputs // 8  # two that wait and two that are copied
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("world", "options"),

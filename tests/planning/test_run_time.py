@@ -94,6 +94,23 @@ def test_offload_copies_shards_and_steps_on_the_cpu() -> None:
     assert found.parts["offload"] == pytest.approx(4 * parameters * 4 * 3 / 1e9)
 
 
+def test_offloaded_activations_are_copied_while_the_blocks_compute() -> None:
+    """Only what the link cannot copy in the time of a pass is waited for, each way by itself."""
+    full = ["train.activation_checkpointing=full", "train.micro_batch=16"]
+    plain = predict(small_run(*full), 1, H200, PERFECT)
+    copied = 12 * 16 * 4096 * 768 * 4  # the float32 residual stream before each block
+    forward = plain.parts["matrix products"] / 3 + plain.parts["attention"] / 3.5
+    backward = plain.step_s - plain.parts["loss"] - forward
+    for link, waits in (
+        (copied / forward * 1.01, 0.0),
+        (copied / backward * 1.01, copied / (copied / backward * 1.01) - forward),
+        (copied / (2 * backward), 4 * backward - forward - backward),
+    ):
+        rates = replace(PERFECT, host_link=link)
+        found = predict(small_run(*full, "train.offload_activations=true"), 1, H200, rates)
+        assert found.step_s - plain.step_s == pytest.approx(waits, rel=1e-4, abs=1e-9)
+
+
 RANKS = {"replicate": 2, "shard": 4, "sequence": 2, "tensor": 4, "pipeline": 1}
 
 

@@ -30,7 +30,7 @@ from longspan.runfile import load_run
 from longspan.training.guard import Guard
 from longspan.training.out_of_memory import is_out_of_memory
 from longspan.training.state import TrainState
-from longspan.training.step import forward_context, train_step
+from longspan.training.step import forward_context_of, train_step
 
 GB = 1e9
 COMMON = ["data.source=recall", "train.steps=2", "train.global_batch=1", "checkpoint.every=0"]
@@ -136,7 +136,7 @@ def _measure(run: Run, device: torch.device) -> int | None:
 def _peak_of_a_step(run: Run, device: torch.device, live: LiveMemory | None) -> int:
     source = open_source(run.data, run.model)
     with open_mesh(run.layout, World(0, 1, 0), device) as mesh:
-        engine = open_engine(run, mesh, device, partial(forward_context, run.train))
+        engine = open_engine(run, mesh, device, forward_context_of(run.train))
         state = TrainState(engine, mesh, Guard(0.0, device))
         with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
             step = partial(train_step, state, data, run.train, device)

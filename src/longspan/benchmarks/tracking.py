@@ -32,7 +32,7 @@ from longspan.tracking.sinks import PACKAGES
 from longspan.training.guard import Guard
 from longspan.training.rank_stats import RankStats
 from longspan.training.state import TrainState
-from longspan.training.step import forward_context, train_step
+from longspan.training.step import forward_context_of, train_step
 from longspan.training.task import task_of_run
 
 BLOCKS = 8
@@ -50,7 +50,7 @@ def bench_tracking(builtin: str, overrides: Sequence[str], json_file: Path | Non
     mesh, every = ParallelMesh(run.layout, World()), run.track.log_every
     task = task_of_run(run, mesh)
     torch.manual_seed(run.train.seed)
-    context = partial(forward_context, run.train)
+    context = forward_context_of(run.train)
     engine = open_engine(run, mesh, device, context, task.spec, task.make_optimizer)
     state = TrainState(engine, mesh, Guard(run.train.grad_norm_spike, device))
     stats, meter = RankStats(mesh, device), task.meter(device, 0, 1)

@@ -114,7 +114,8 @@ class Train(Section):
     """Activation checkpointing (recomputation in the backward pass) of each block: "selective"
     saves only matrix products and attention, "full" saves only the block's input."""
     offload_activations: bool = False
-    """Offloads saved activations to CPU between the forward and backward passes."""
+    """Offloads saved activations to CPU between the forward and backward passes; the copies overlap
+    compute."""
     chunk_tokens: NonNegative = 0
     """Tokens of a chunk, in which each sequence is walked ("context in time"): its memory is that
     of one chunk, and of the keys and values that later chunks see. 0 takes sequences whole; "auto"

@@ -1,18 +1,17 @@
-"""Activation checkpointing (recomputation in the backward pass) and activation offload to CPU.
+"""Activation checkpointing (recomputation in the backward pass).
 
-Neither changes a value: recomputation runs the same operators on the same inputs.
+It changes no value: recomputation runs the same operators on the same inputs.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     create_selective_checkpoint_contexts,
@@ -102,41 +101,3 @@ def _kept_buffers(block: nn.Module, context: Context) -> Iterator[None]:
         for module, name, buffer, values in saved:
             buffer.data.copy_(values)  # .data: for autograd nothing has changed
             module._buffers[name] = buffer
-
-
-def offload_activations(*, enabled: bool) -> AbstractContextManager[object]:
-    """A context for a forward pass whose saved activations are offloaded to CPU."""
-    if not enabled:
-        return nullcontext()
-    return torch.autograd.graph.saved_tensors_hooks(_to_cpu, _from_cpu)
-
-
-class _Offloaded(NamedTuple):
-    """A tensor on the CPU, its device, and its DTensor arguments if it was one."""
-
-    values: Tensor
-    device: torch.device
-    dtensor: dict[str, Any] | None
-
-
-def _to_cpu(x: Tensor) -> Tensor | _Offloaded:
-    if x.is_leaf and x.requires_grad:
-        return x  # a weight, which is not offloaded
-    shard, dtensor = x, None
-    if isinstance(x, DTensor):
-        shard = x.to_local()
-        dtensor = {
-            "device_mesh": x.device_mesh,
-            "placements": x.placements,
-            "shape": x.shape,
-            "stride": x.stride(),
-        }
-    values = torch.empty(shard.shape, dtype=shard.dtype, pin_memory=shard.is_cuda).copy_(shard)
-    return _Offloaded(values, shard.device, dtensor)
-
-
-def _from_cpu(saved: Tensor | _Offloaded) -> Tensor:
-    if isinstance(saved, Tensor):
-        return saved
-    shard = saved.values.to(saved.device, non_blocking=True)
-    return shard if saved.dtensor is None else DTensor.from_local(shard, **saved.dtensor)

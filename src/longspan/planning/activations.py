@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from longspan.attention import BlockSparse, Dense, Dilated, Heads, patterns_of
 from longspan.attention.kernels.schedule import schedule_branches
 from longspan.config import Run
-from longspan.constants import KERNEL_LOSS_CHUNK, LOSS_CHUNK
+from longspan.constants import KERNEL_LOSS_CHUNK, LOSS_CHUNK, OFFLOAD_HELD, OFFLOAD_IN_FLIGHT
 from longspan.costs import linear_sizes, rank_of
 from longspan.parallel.choices import residual_split
 from longspan.planning.communication_in_blocks import exchanges
@@ -44,6 +44,8 @@ class BlockActivations:
     activations, and buffers of the attention kernels."""
     keeps_copies: bool
     """Whether the 16-bit copies of its weights are kept for the backward pass."""
+    offloaded: int = 0
+    """What is kept in CPU memory instead, with `train.offload_activations`."""
 
     @property
     def total(self) -> int:
@@ -114,10 +116,15 @@ class Activations:
         if self._run.model.dropout and not self.is_compiled:
             workspace += 3 * 8 * self.stream / FP32 * self.tokens  # hashes of a mask, in int64
         sizes = {name: math.ceil(size * self.tokens) for name, size in kept.items()}
+        offloaded = 0
         if self._run.train.offload_activations:
-            workspace, sizes = workspace + sum(sizes.values()), dict.fromkeys(sizes, 0)
+            # Those of the current block, and those that are still on their way.
+            offloaded = sum(sizes.values())
+            under_way = (OFFLOAD_HELD + OFFLOAD_IN_FLIGHT) * max(sizes.values())
+            workspace += max(offloaded, under_way)
+            sizes = dict.fromkeys(sizes, 0)
         copies = mode == "none" and e < FP32 and not self.recomputes_casts
-        return BlockActivations(sizes, math.ceil(max(0, workspace)), copies)
+        return BlockActivations(sizes, math.ceil(max(0, workspace)), copies, offloaded)
 
     def _saved(self, block: int) -> Table:
         """What the backward pass of a block needs, besides its input."""

@@ -61,7 +61,7 @@ class Ladder:
             f"  {'':<40}{'GiB':>9}{'saves':>9}{'tokens/s':>10}  costs",
         ]
         for rung in self.rungs:
-            speed = f"{rung['speed'] - 1:+.0%}" if rung["speed"] is not None else "–"
+            speed = f"{rung['speed'] - 1:+.0%}"
             fits = ", fits" if rung["needed"] <= self.limit else ""
             lines.append(
                 f"  {rung['setting']:<40}{rung['needed'] / GIB:>9,.1f}{rung['saves'] / GIB:>9,.1f}"
@@ -84,9 +84,7 @@ def ladder(run: Run, gpus: int, device: Device, limit: int) -> Ladder | None:
         if rung.run is None:
             continue
         size = needed_by(rung.run, rung.gpus)
-        speed = None  # of offloaded activations it is not known
-        if not rung.run.train.offload_activations:
-            speed = predict(rung.run, rung.gpus, device).tokens_per_s / rung.gpus / (now / gpus)
+        speed = predict(rung.run, rung.gpus, device).tokens_per_s / rung.gpus / (now / gpus)
         rows.append(
             {
                 "setting": rung.setting,
@@ -166,7 +164,8 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
         yield f"{checkpointing}=full", "a second forward pass, about a third", change, 1
     if not train.offload_activations:
         change = _set("train", offload_activations=True)
-        yield "train.offload_activations=true", "copies to the CPU and back", change, 1
+        cost = "copies to the CPU and back, beside compute"
+        yield "train.offload_activations=true", cost, change, 1
     if not layout.offload and is_native:
         cost = "the optimizer runs on the CPU"
         yield "layout.offload=true", cost, _set("layout", offload=True), 1

@@ -56,7 +56,7 @@ class DeviceMemory:
     signs: int
     """Signs of sketched layers, one bit each; only `tensor` and `pipeline` shard them."""
     offloaded: int
-    """The part of these bytes that is offloaded to CPU."""
+    """The part of these bytes that is offloaded to CPU, and activations that are."""
     peak: Mapping[str, int]
     """What is on the device when a step needs most, by name."""
     peak_at: str
@@ -145,6 +145,9 @@ def _memory(run: Run, split: ModelSplit, stage: int, allowance: Allowance) -> De
     parameters, gradients = FP32_BYTES * counts.local, FP32_BYTES * _gradients(run, degrees, counts)
     offloaded = parameters + FP32_BYTES * counts.trained + counts.moments
     offloaded = offloaded if run.layout.offload else 0
+    flights, _ = in_flight(run, split, stage, tokens_of)
+    by_block = (n * tokens_of.block(block).offloaded for block, n in split.blocks(stage))
+    offloaded += max(flights) * sum(by_block)
     on_gpu = not tokens_of.on_cpu
     states = {
         "parameters": 0 if run.layout.offload else parameters,

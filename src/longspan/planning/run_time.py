@@ -17,7 +17,6 @@ from typing import Any
 from longspan.attention.pattern import Dense, Dilated, Pattern, patterns_of
 from longspan.attention.window import Window
 from longspan.config import Layout, Run
-from longspan.constants import MUON_ITERATIONS
 from longspan.costs import (
     count_trained,
     head_name,
@@ -26,9 +25,10 @@ from longspan.costs import (
 )
 from longspan.flops import (
     StageFlops,
-    activation_elements,
+    activation_bytes,
     attention_flops,
     flops_per_sample,
+    muon_flops,
     stage_flops,
 )
 from longspan.hardware import Device
@@ -131,7 +131,8 @@ def compute_time(run: Run, gpus: int, device: Device, rates: RunRates) -> RunTim
             parts[name] = parts.get(name, 0.0) + count * n / len(times) * seconds
     parts["pipeline bubble"] = count * (slowest - mean)
     parts["pipeline bubble"] += _bubble(run.layout, len(times)) * slowest
-    parts["optimizer"], parts["offload"] = _step_end(run, shape, device, rates)
+    parts["optimizer"], copied = _step_end(run, shape, device, rates)
+    parts["offload"] = parts.get("offload", 0.0) + copied
     parts["other"] = rates.step_s
     context = run.data.context
     return RunTime(
@@ -256,8 +257,11 @@ def _layer(
     device_s = sum(found.values())
     found["host"] = float(slower_of(device_s, host, rates.sharpness)) - device_s
     if train.offload_activations:
-        saved = activation_elements(model, train.activation_checkpointing)
-        found["offload"] = 2 * shape.width * saved * tokens / shape.tensor / rates.host_link
+        # Copied out during the forward pass and in during the backward pass, on their own streams.
+        in_forward = forward + attention + FORWARD_TRAFFIC * traffic
+        copy = activation_bytes(model, train, shape.width) * tokens / shape.tensor / rates.host_link
+        in_backward = sum(found.values()) - in_forward
+        found["offload"] = max(0.0, copy - in_forward) + max(0.0, copy - in_backward)
     return found
 
 
@@ -336,15 +340,6 @@ def _bubble(layout: Layout, ranks: int) -> float:
     return times / 3 if layout.schedule == "zbv" else times
 
 
-def _muon_flops(run: Run) -> float:
-    """FLOPs of Muon's iterations in a step, which every rank of a pipeline stage computes."""
-    if run.train.optimizer != "muon":
-        return 0.0
-    sizes = [sorted(size) for size in linear_sizes(run.model).values()]
-    one = sum(4 * short**2 * long + 2 * short**3 for short, long in sizes)
-    return float(MUON_ITERATIONS * run.model.layers * one)
-
-
 def _step_end(run: Run, shape: _Shape, device: Device, rates: RunRates) -> tuple[float, float]:
     """Seconds of the optimizer, and of copies to and from the CPU with `layout.offload`."""
     parameters = shape.local_parameters
@@ -352,7 +347,8 @@ def _step_end(run: Run, shape: _Shape, device: Device, rates: RunRates) -> tuple
     if run.train.optimizer == "adamw8bit":
         moved *= EIGHT_BIT_TRAFFIC
     if not run.layout.offload:
-        iterations = _muon_flops(run) / (shape.ranks["pipeline"] * shape.peak * rates.matmul)
+        flops = muon_flops(run.model) if run.train.optimizer == "muon" else 0.0
+        iterations = flops / (shape.ranks["pipeline"] * shape.peak * rates.matmul)
         return moved / (device.bandwidth * rates.bandwidth) + iterations, 0.0
     gathers = shape.micro_batches * (2 if run.layout.zero == 3 else 1)
     returned = shape.micro_batches if run.layout.zero > 1 else 1

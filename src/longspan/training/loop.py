@@ -51,7 +51,7 @@ from longspan.training.recovery import Recovery
 from longspan.training.saving import Saver
 from longspan.training.signals import StopRequests
 from longspan.training.state import TrainState, newest_intact
-from longspan.training.step import forward_context, train_step
+from longspan.training.step import forward_context_of, train_step
 from longspan.training.task import OpenTask, task_of_run
 from longspan.training.watchdog import Watchdog, start_limit, time_limits
 
@@ -177,7 +177,7 @@ def _train(
     task = open_task(run, mesh, show)
     torch.manual_seed(settings.seed)
     stats = RankStats(mesh, device)
-    context = stats.forward_context(partial(forward_context, settings))
+    context = stats.forward_context(forward_context_of(settings))
     engine = open_engine(run, mesh, device, context, task.spec, task.make_optimizer)
     evaluation = task.evaluation(engine, mesh, device, partial(autocast, settings))
     guard = Guard(settings.grad_norm_spike, device)

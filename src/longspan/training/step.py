@@ -14,18 +14,27 @@ from longspan.data import Prefetcher
 from longspan.device import autocast
 from longspan.engines.optimizer import set_learning_rate
 from longspan.faults import fault_point, injects_nan
-from longspan.parallel.activation_checkpointing import offload_activations
+from longspan.parallel.activation_offload import activation_offload
 from longspan.parallel.collectives import all_reduce_loss
 from longspan.parallel.norms_by_layer import NormsByLayer
+from longspan.parallel.pipeline import ForwardContext
 from longspan.training.schedule import learning_rate
 from longspan.training.state import TrainState
 
 
-@contextmanager
-def forward_context(train: Train) -> Iterator[None]:
-    """The context of a forward pass in training: its precision, and where activations are kept."""
-    with autocast(train), offload_activations(enabled=train.offload_activations):
-        yield
+def forward_context_of(train: Train) -> ForwardContext:
+    """Returns what makes the context of a forward pass in training.
+
+    That is its precision, and where activations are kept.
+    """
+    offload = activation_offload(enabled=train.offload_activations)
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        with autocast(train), offload():
+            yield
+
+    return context
 
 
 def train_step(

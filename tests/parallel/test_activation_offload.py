@@ -1,0 +1,161 @@
+"""What activation offload copies, when it is back, and what it leaves on the device."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from longspan.config import Run
+from longspan.models import build_decoder
+from longspan.parallel import activation_offload
+from longspan.parallel.activation_offload import MIN_BYTES, _Host, _Pass, _unpack, _View
+from longspan.parallel.apply import apply_to_blocks
+from longspan.runfile import load_run
+from longspan.training.step import forward_context_of
+
+LARGE = MIN_BYTES // 4
+"""Elements of a float32 tensor that is just large enough."""
+
+
+def pack(of_pass: _Pass, x: Tensor) -> _View:
+    packed = of_pass.pack(x)
+    assert isinstance(packed, _View)
+    return packed
+
+
+def test_tensors_that_share_a_storage_are_copied_once_and_share_it_again() -> None:
+    of_pass = _Pass(_Host())
+    x = torch.randn(4, LARGE)
+    views = [x, x.t(), x[1:], x.view(LARGE, 4), x.expand(2, 4, LARGE)]
+    packed = [pack(of_pass, view) for view in views]
+    assert len({id(p.saved) for p in packed}) == 1
+    for _ in range(4):  # until the first has left
+        pack(of_pass, torch.randn(LARGE))
+    assert packed[0].saved.values is None
+    found = [_unpack(p) for p in packed]
+    assert len({y.untyped_storage().data_ptr() for y in found}) == 1
+    for y, view in zip(found, views, strict=True):
+        assert y.stride() == view.stride()
+        assert torch.equal(y, view)
+    assert found[0].untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
+
+
+def test_a_small_part_of_a_large_buffer_is_copied_alone() -> None:
+    buffer = torch.randn(8, LARGE)
+    packed = pack(_Pass(_Host()), buffer[2])
+    assert packed.saved.get().numel() == 4 * LARGE
+    assert torch.equal(_unpack(packed), buffer[2])
+
+
+def test_weights_and_small_tensors_stay() -> None:
+    of_pass, weight = _Pass(_Host()), nn.Parameter(torch.randn(LARGE, 2))
+    frozen = nn.Parameter(torch.randn(LARGE, 2), requires_grad=False)
+    cast = weight.to(torch.bfloat16)
+    for x in (weight, weight.t(), frozen, frozen.t(), cast, cast.t(), torch.randn(LARGE - 1)):
+        assert of_pass.pack(x) is x
+    assert isinstance(of_pass.pack((2 * weight).to(torch.bfloat16)), _View)
+
+
+def test_the_newest_are_never_copied_and_what_is_needed_next_is_fetched_ahead() -> None:
+    of_pass, tensors = _Pass(_Host()), [torch.randn(LARGE) for _ in range(9)]
+    packed = [pack(of_pass, x) for x in tensors]
+    on_device = [p.saved.values is not None for p in packed]
+    assert on_device == [False] * 5 + [True] * 4  # two on their way out, two untouched
+    assert [p.saved._buffer is not None for p in packed] == [True] * 7 + [False] * 2
+    assert torch.equal(_unpack(packed[6]), tensors[6])
+    assert [p.saved.values is not None for p in packed] == [False] * 4 + [True] * 5
+    for p, x in zip(packed[::-1], tensors[::-1], strict=True):
+        assert torch.equal(_unpack(p), x)
+
+
+def test_buffers_are_used_again() -> None:
+    host = _Host()
+    for _ in range(3):
+        of_pass = _Pass(host)
+        packed = [pack(of_pass, torch.randn(LARGE)) for _ in range(6)]
+        for p in reversed(packed):
+            _unpack(p)
+        del packed, p
+    assert [len(free) for free in host._free.values()] == [4]
+
+
+def test_a_storage_is_told_from_a_later_one_at_its_address() -> None:
+    of_pass, packed, sums = _Pass(_Host()), [], []
+    for _ in range(8):
+        x = torch.randn(LARGE)
+        packed.append(pack(of_pass, x))
+        sums.append(x.sum())
+        del x
+    assert [_unpack(p).sum() for p in packed] == sums
+
+
+def test_an_activation_that_changes_before_its_copy_is_an_error() -> None:
+    of_pass, x = _Pass(_Host()), torch.randn(LARGE)
+    first = pack(of_pass, x)
+    x += 1
+    second = pack(of_pass, x)
+    assert first.saved is not second.saved
+    with pytest.raises(RuntimeError, match="modified in place"):
+        pack(of_pass, torch.randn(LARGE))
+
+
+def run_of(*overrides: str) -> Run:
+    model = ["model.layers=12", "model.hidden=256", "model.heads=4", "data.context=16384"]
+    return load_run(None, [*model, "attention.kind=dilated", *overrides])
+
+
+def step(run: Run, *, steps: int = 3) -> tuple[list[Tensor], int]:
+    """The gradients of the last of a few passes, and the peak of allocated bytes."""
+    gc.collect()
+    device = torch.device("cuda")
+    torch.manual_seed(0)
+    model = build_decoder(run, device)
+    apply_to_blocks(model, run.train)
+    tokens = torch.randint(256, (1, 16384), device=device)
+    context = forward_context_of(run.train)
+    for _ in range(steps):
+        model.zero_grad()
+        torch.cuda.reset_peak_memory_stats()
+        with context():
+            loss = model(tokens, tokens)
+        loss.backward()
+    peak = torch.cuda.max_memory_allocated()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], peak
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize("compiled", ["false", "true"])
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_on_a_gpu_gradients_are_equal_and_memory_is_less(
+    mode: str, compiled: str, precision: str
+) -> None:
+    options = [f"train.activation_checkpointing={mode}", f"train.compile={compiled}"]
+    options += ["train.device=cuda", f"train.precision={precision}"]
+    expected, without = step(run_of(*options))
+    again, _ = step(run_of(*options))
+    found, peak = step(run_of(*options, "train.offload_activations=true"))
+    for x, y, z in zip(found, expected, again, strict=True):
+        if torch.equal(y, z):  # kernels that add in any order are not repeatable
+            assert torch.equal(x, y)
+        else:
+            torch.testing.assert_close(x, y)
+    assert peak < without
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_copies_that_nobody_asks_for_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A graph that is dropped, or used in part: its prefetched storages are freed in time."""
+    monkeypatch.setattr(activation_offload, "MIN_BYTES", 0)
+    context = activation_offload.activation_offload(enabled=True)()
+    xs = [torch.randn(1 << 22, device="cuda", requires_grad=True) for _ in range(8)]
+    for _ in range(20):
+        with context:
+            ys = [(x * 2).exp() for x in xs]
+        (gradient,) = torch.autograd.grad(ys[5].sum(), xs[5])
+        del ys
+        torch.testing.assert_close(gradient, 2 * (2 * xs[5]).exp())
+        assert torch.randn(1 << 22, device="cuda").isfinite().all()
