@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
@@ -88,6 +88,9 @@ def test_chunks_give_the_gradients_of_whole_sequences(
         torch.testing.assert_close(0.01 * x, loss.detach())
 
 
+QUICK = [("dense", True), ("block sparse", True), ("dilated", False)]
+
+
 def step_over_ranks(_rank: int, _world: int, case: str, has_documents: bool) -> list[Tensor]:
     """The loss and all gradients of ranks that split chunks, summed, and the loss evaluated."""
     model, batch = decoder(PATTERNS[case]), batch_of(has_documents=has_documents)
@@ -103,8 +106,13 @@ def step_over_ranks(_rank: int, _world: int, case: str, has_documents: bool) -> 
     return found
 
 
-@pytest.mark.parametrize("has_documents", [pytest.param(False, marks=slow("parity")), True])
-@pytest.mark.parametrize("case", PATTERNS)
+@pytest.mark.parametrize(
+    ("case", "has_documents"),
+    [
+        case if case in QUICK else pytest.param(*case, marks=slow("parity"))
+        for case in product(PATTERNS, (False, True))
+    ],
+)
 def test_ranks_that_split_chunks_have_the_gradients_of_one(
     ranks: Ranks, case: str, has_documents: bool
 ) -> None:
