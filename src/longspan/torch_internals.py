@@ -51,6 +51,8 @@ __all__ = [
     "cudnn_attention",
     "cudnn_attention_backward",
     "default_process_group",
+    "efficient_attention",
+    "efficient_attention_backward",
     "end_compile_workers",
     "fake_store",
     "fake_tensors",
@@ -304,8 +306,8 @@ FP8_PRODUCT = _aten._scaled_mm.default
 
 
 # Attention operators that return the log-sum-exp, which `scaled_dot_product_attention` hides, and
-# accept it in their backward pass. The CPU's and cuDNN's take (batch, heads, tokens, head_dim) and
-# a log-sum-exp (batch, heads, tokens); flash attention takes (batch, tokens, heads, head_dim).
+# accept it in their backward pass. They take (batch, heads, tokens, head_dim) and a log-sum-exp
+# (batch, heads, tokens), except that flash attention takes (batch, tokens, heads, head_dim).
 # No dropout: the random state is passed, but never read.
 
 
@@ -325,6 +327,34 @@ def cpu_flash_attention_backward(
     grad_q, grad_k, grad_v = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, is_causal, scale=scale
     )
+    return grad_q, grad_k, grad_v
+
+
+EFFICIENT_ROWS = 32
+"""Memory-efficient attention reads so many rows of a log-sum-exp at once, which it pads to that."""
+
+
+def efficient_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, is_causal, scale=scale
+    )
+    return out, lse[..., : q.shape[2]]
+
+
+def efficient_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, is_causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    padded = torch.nn.functional.pad(lse, (0, -lse.shape[2] % EFFICIENT_ROWS), value=torch.inf)
+    # The kernel takes it for granted that the heads of a token follow each other in `out`.
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)
+    rng_state = torch.empty(2, dtype=torch.int64, device=q.device)
+    grad_q, grad_k, grad_v, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, None, out, padded.contiguous(), rng_state[0], rng_state[1], 0.0,
+        [True, True, True, False], is_causal, scale=scale,
+    )  # fmt: skip
     return grad_q, grad_k, grad_v
 
 

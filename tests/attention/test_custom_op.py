@@ -42,7 +42,7 @@ def test_the_operator_is_registered_completely() -> None:
     sinks = torch.randn(2, dtype=torch.float64).requires_grad_()
     for logits in (None, sinks):
         mask = None, None, logits, *flat, True, 0.0, 0, 0
-        torch.library.opcheck(branch_attention, (q, k, v, *mask, 0.3, "cpu"))
+        torch.library.opcheck(branch_attention, (q, k, v, *mask, 0.3, "strided"))
 
 
 class Operators(TorchDispatchMode):
@@ -60,7 +60,7 @@ class Operators(TorchDispatchMode):
 @pytest.mark.parametrize(
     ("pattern", "backend"),
     [
-        (Dilated((4, 8), (1, 2), first_head=1), "cpu"),
+        (Dilated((4, 8), (1, 2), first_head=1), "strided"),
         (Dilated((16,), (2,)), "triton"),
         (Dense(), "triton"),
         (BlockSparse(32, local_window=64), "triton"),
@@ -86,7 +86,11 @@ def test_a_dispatch_mode_sees_the_operator_with_the_same_result(
 
 @pytest.mark.parametrize(
     ("backend", "device"),
-    [("cpu", "cpu"), ("triton", "cpu"), pytest.param("triton", "cuda", marks=pytest.mark.gpu)],
+    [
+        ("strided", "cpu"),
+        ("triton", "cpu"),
+        *(pytest.param(x, "cuda", marks=pytest.mark.gpu) for x in ("triton", "strided")),
+    ],
 )
 def test_sinks_are_merged_in_the_units_of_each_backend(
     backend: Any, device: str, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,6 @@
 """Attention as one custom operator: O(tokens) memory, exact gradients through the merge.
 
-`cpu` computes it on a CPU, Triton kernels (`kernels.dispatch`, `kernels.window`) on a GPU, and
+`strided` computes it on a CPU, Triton kernels (`kernels.dispatch`, `kernels.window`) on a GPU, and
 `reference` what neither supports. A dense or block-sparse pattern is one branch whose segment is
 the whole sequence.
 
@@ -21,10 +21,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from longspan.attention import cpu, reference
+from longspan.attention import reference, strided
 from longspan.attention.kernels.spans import spans_of
 from longspan.attention.mask import Mask
-from longspan.attention.merge import attend_with_sinks, merge_stored_sinks, stored_sink_gradient
+from longspan.attention.merge import (
+    attend_with_sinks,
+    is_before_ampere,
+    merge_stored_sinks,
+    stored_sink_gradient,
+)
 from longspan.attention.packed import document_starts
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
 from longspan.attention.window import Window
@@ -93,7 +98,7 @@ def attend_branches_with_lse(
 
     Without autograd: `branch_gradients` computes the gradients.
     """
-    backend, mask = "cpu" if q.device.type == "cpu" else "triton", Mask(pattern)
+    backend, mask = _backend(q), Mask(pattern)
     if _needs_operator(q):
         out, lse = branch_attention(q, k, v, *_flat_mask(mask), scale, backend)
     else:
@@ -106,9 +111,14 @@ def branch_gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The branches' share of the gradients of q, k and v, given the merged `out` and `lse`."""
-    backend = "cpu" if q.device.type == "cpu" else "triton"
+    backend = _backend(q)
     stored = (lse / _unit(backend)).transpose(1, 2).contiguous()
     return _backward(grad, q, k, v, out, stored, Mask(pattern), scale, backend)
+
+
+def _backend(q: Tensor) -> str:
+    """That of branches which are merged with other partials."""
+    return "strided" if q.device.type == "cpu" or is_before_ampere(q) else "triton"
 
 
 def _unit(backend: str) -> float:
@@ -131,14 +141,14 @@ def _forward(
         return reference.forward(q, k, v, mask, scale)
     pattern, is_causal, padding = mask.pattern, mask.is_causal, mask.key_padding_mask
     if mask.documents is not None:  # the rows of a batch are documents, too
-        function = _each_forward if backend == "cpu" else _kernel_forward
+        function = _each_forward if backend == "strided" else _kernel_forward
         inputs = _folded(q), _folded(k), _folded(v), _folded(padding)
         out, lse = function(*inputs, pattern, is_causal, scale, _starts(mask.documents))
         batch, tokens, heads = q.shape[:3]
         lse = lse.reshape(heads, batch, tokens).transpose(0, 1).contiguous()
         return out.reshape(q.shape), lse
-    if backend == "cpu":
-        return cpu.forward(q, k, v, _dilated(pattern, q.shape[1]), is_causal, scale)
+    if backend == "strided":
+        return strided.forward(q, k, v, _dilated(pattern, q.shape[1]), is_causal, scale)
     return _kernel_forward(q, k, v, padding, pattern, is_causal, scale)
 
 
@@ -150,16 +160,16 @@ def _backward(
         return reference.backward(grad_out, q, k, v, out, lse, mask, scale)
     pattern, is_causal, padding = mask.pattern, mask.is_causal, mask.key_padding_mask
     if mask.documents is not None:
-        function = _each_backward if backend == "cpu" else _kernel_backward
+        function = _each_backward if backend == "strided" else _kernel_backward
         dq, dk, dv = function(
             _folded(grad_out), _folded(q), _folded(k), _folded(v), _folded(out),
             lse.transpose(0, 1).flatten(1)[None], _folded(padding), pattern, is_causal, scale,
             _starts(mask.documents),
         )  # fmt: skip
         return dq.reshape(q.shape), dk.reshape(k.shape), dv.reshape(v.shape)
-    if backend == "cpu":
+    if backend == "strided":
         inner = _dilated(pattern, q.shape[1])
-        return cpu.backward(grad_out, q, k, v, out, lse, inner, is_causal, scale)
+        return strided.backward(grad_out, q, k, v, out, lse, inner, is_causal, scale)
     return _kernel_backward(grad_out, q, k, v, out, lse, padding, pattern, is_causal, scale)
 
 
@@ -179,12 +189,14 @@ def _each_forward(
     q: Tensor, k: Tensor, v: Tensor, padding: Tensor | None, pattern: Pattern, is_causal: bool,
     scale: float, starts: tuple[int, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """On a CPU, one document after the other."""
+    """With strided views, one document after the other."""
     assert padding is None
     outputs, lses = [], []
     for start, end in pairwise((*starts, q.shape[1])):
         tokens, inner = slice(start, end), _dilated(pattern, end - start)
-        out, lse = cpu.forward(q[:, tokens], k[:, tokens], v[:, tokens], inner, is_causal, scale)
+        out, lse = strided.forward(
+            q[:, tokens], k[:, tokens], v[:, tokens], inner, is_causal, scale
+        )
         outputs.append(out)
         lses.append(lse)
     return torch.cat(outputs, dim=1), torch.cat(lses, dim=2)
@@ -198,7 +210,7 @@ def _each_backward(
     grads = []
     for start, end in pairwise((*starts, q.shape[1])):
         tokens, inner = slice(start, end), _dilated(pattern, end - start)
-        found = cpu.backward(
+        found = strided.backward(
             grad_out[:, tokens], q[:, tokens], k[:, tokens], v[:, tokens], out[:, tokens],
             lse[:, :, tokens], inner, is_causal, scale,
         )  # fmt: skip

@@ -15,10 +15,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from longspan.attention.custom_op import attend_branches
 from longspan.attention.mask import Mask, check_lengths, check_mask, check_scale, check_tensors
+from longspan.attention.merge import has_efficient_kernel, is_before_ampere
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
 from longspan.attention.window import Window
 
-BackendName = Literal["sdpa", "cpu", "triton", "reference"]
+BackendName = Literal["sdpa", "strided", "triton", "reference"]
 BACKENDS: tuple[BackendName, ...] = get_args(BackendName)
 
 MAX_HEADS = 64
@@ -98,12 +99,13 @@ def attend_checked(
     if name not in BACKENDS:
         raise ValueError(f"backend must be one of {BACKENDS} or None, got {name!r}")
     if name not in (chosen.name, "reference"):
-        problem = triton_problem(q, k, mask) if name == "triton" else chosen.reason
+        problems = {"triton": triton_problem, "strided": strided_problem}
+        problem = problems[name](q, k, mask) if name in problems else chosen.reason
         if problem is not None:
             raise ValueError(
                 f"backend {name!r} does not support this: {problem}; use {chosen.name!r}"
             )
-    if scale <= 0 and name in ("sdpa", "cpu") and q.device.type == "cpu":
+    if scale <= 0 and (name == "strided" or (name == "sdpa" and q.device.type == "cpu")):
         q, scale = q * scale, 1.0  # torch's kernel masks with -inf before it scales
     if name == "sdpa":
         group = q.shape[2] // k.shape[2]
@@ -118,9 +120,9 @@ def attend_checked(
 def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
     """The backend that `attend` uses for these inputs, and why.
 
-    "sdpa" is torch's dense attention; "cpu" runs dilated branches as strided views in torch's flash
-    kernel for CPUs; "triton" is our GPU kernels; "reference" is plain chunked PyTorch code that
-    supports everything.
+    "sdpa" is torch's dense attention; "triton" is our GPU kernels; "strided" runs dilated branches
+    as strided views in torch's own kernels, on CPUs and on GPUs that our kernels do not support;
+    "reference" is plain chunked PyTorch code that supports everything.
     """
     same_length = q.shape[1] == k.shape[1]
     if mask.dropout_p > 0:
@@ -132,18 +134,31 @@ def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
             and (same_length or not mask.is_causal)
         ):
             return Backend("sdpa", "a dense pattern without documents or padding")
-        case _ if q.device.type != "cpu":
-            problem = triton_problem(q, k, mask)
-            if problem is None:
-                return Backend("triton", "a pattern that the kernels support, on a GPU")
-            return Backend("reference", problem)
-        case Dense() | Dilated(blocks=None) if mask.key_padding_mask is None and same_length:
-            return Backend("cpu", "a dilated pattern or documents without padding, on a CPU")
-    if not same_length:
-        return Backend("reference", "there are fewer queries than keys")
+    is_cpu = q.device.type == "cpu"
+    kernels = "the device is a CPU" if is_cpu else triton_problem(q, k, mask)
+    if kernels is None:
+        return Backend("triton", "a pattern that the kernels support, on a GPU")
+    problem = strided_problem(q, k, mask)
+    if problem is None:
+        return Backend("strided", f"a dilated pattern or documents without padding; {kernels}")
+    return Backend("reference", problem if is_cpu else kernels)
+
+
+def strided_problem(q: Tensor, k: Tensor, mask: Mask) -> str | None:
+    """Why strided views in torch's kernels do not support these inputs; None if they do."""
+    where = "on a CPU" if q.device.type == "cpu" else "for torch's kernels"
+    if q.device.type != "cpu" and not has_efficient_kernel(q):
+        return f"memory-efficient attention does not support {q.dtype} on {q.device.type}"
+    if q.shape[1] != k.shape[1]:
+        return "there are fewer queries than keys"
+    if mask.dropout_p > 0:
+        return "there is dropout"
     if mask.key_padding_mask is not None:
-        return Backend("reference", "there is padding, on a CPU")
-    return Backend("reference", "the pattern is neither dense nor dilated, on a CPU")
+        return f"there is padding, {where}"
+    match mask.pattern:
+        case Dense() | Dilated(blocks=None):
+            return None
+    return f"the pattern is neither dense nor dilated, {where}"
 
 
 def triton_problem(q: Tensor, k: Tensor, mask: Mask) -> str | None:
@@ -152,7 +167,7 @@ def triton_problem(q: Tensor, k: Tensor, mask: Mask) -> str | None:
         return "Triton is not installed"
     if q.device.type != "cuda" and not _IS_INTERPRETED:
         return f"Triton does not support {q.device.type}"
-    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0):
+    if is_before_ampere(q):
         return "the kernels need a GPU of compute capability 8.0 or newer"
     if q.dtype not in (torch.bfloat16, torch.float16, torch.float32):
         return f"{q.dtype} is not supported by the kernels"

@@ -22,6 +22,8 @@ from longspan.torch_internals import (
     cpu_flash_attention_backward,
     cudnn_attention,
     cudnn_attention_backward,
+    efficient_attention,
+    efficient_attention_backward,
     flash_attention,
     flash_attention_backward,
 )
@@ -36,12 +38,39 @@ ROWS = 4096
 """Tokens whose δ is computed at a time for the gradient of sinks: float32 takes little memory."""
 
 
+def is_before_ampere(q: Tensor) -> bool:
+    """Whether q is on a GPU with compute capability below 8.0, such as a V100.
+
+    Flash attention and our Triton kernels do not run there; memory-efficient attention does.
+    """
+    return q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (8, 0)
+
+
+def sdpa_kernels(q: Tensor) -> tuple[Forward, Backward]:
+    """Torch's attention of (batch, heads, tokens, head_dim) with a log-sum-exp (batch, heads,
+    tokens), for as many heads of keys as of queries: on a CPU, or on any NVIDIA GPU.
+    """
+    if q.device.type == "cpu":
+        return cpu_flash_attention, cpu_flash_attention_backward
+    return efficient_attention, efficient_attention_backward
+
+
+def has_efficient_kernel(q: Tensor) -> bool:
+    """Whether memory-efficient attention supports q on its GPU; in 16 bits a V100 has fp16 only."""
+    if q.device.type != "cuda" or torch.version.hip or q.shape[3] > 256 or q.shape[3] % 8:
+        return False
+    has_bf16 = q.dtype == torch.bfloat16 and not is_before_ampere(q)
+    return q.dtype in (torch.float16, torch.float32) or has_bf16
+
+
 def has_flash_kernel(q: Tensor, scale: float) -> bool:
     """Whether `attend_partial` supports these queries; the kernels need a positive scale."""
     if scale <= 0:
         return False
     if q.device.type == "cpu":
         return q.is_floating_point()
+    if is_before_ampere(q):
+        return has_efficient_kernel(q)
     half = (torch.float16, torch.bfloat16)
     return q.device.type == "cuda" and q.dtype in half and q.shape[-1] <= 256
 
@@ -53,16 +82,17 @@ def attend_partial(
 
     k, v: (batch, keys, kv_heads, head_dim). Causal attention needs as many keys as queries.
     """
-    if q.device.type == "cuda" and not _has_cudnn(q, k):
-        out, lse = flash_attention(q, k, v, is_causal=is_causal, scale=scale)
-        return out, lse.transpose(1, 2)
-    if q.device.type == "cuda":
-        heads_first = (x.transpose(1, 2) for x in (q, k, v))
-        out, lse = cudnn_attention(*heads_first, is_causal=is_causal, scale=scale)
-    else:
+    if q.device.type == "cpu" or is_before_ampere(q):
         k, v = _repeat_kv(k, q), _repeat_kv(v, q)
         heads_first = (_contiguous_heads_first(x) for x in (q, k, v))
-        out, lse = cpu_flash_attention(*heads_first, is_causal=is_causal, scale=scale)
+        attention, _ = sdpa_kernels(q)
+        out, lse = attention(*heads_first, is_causal=is_causal, scale=scale)
+    elif not _has_cudnn(q, k):
+        out, lse = flash_attention(q, k, v, is_causal=is_causal, scale=scale)
+        return out, lse.transpose(1, 2)
+    else:
+        heads_first = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = cudnn_attention(*heads_first, is_causal=is_causal, scale=scale)
     return out.transpose(1, 2), lse.transpose(1, 2)
 
 
@@ -71,21 +101,20 @@ def partial_gradients(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The partial's share of the gradients of q, k and v, given the merged `out` and `lse`."""
-    if q.device.type == "cuda" and not _has_cudnn(q, k):
-        lse = lse.transpose(1, 2).contiguous()
-        return flash_attention_backward(grad, q, k, v, out, lse, is_causal=is_causal, scale=scale)
-    if q.device.type == "cuda":
-        heads_first = (x.transpose(1, 2) for x in (grad, q, k, v, out))
-        lse = lse.transpose(1, 2).contiguous()
-        grad, q, k, v, out = heads_first
-        found = cudnn_attention_backward(grad, q, k, v, out, lse, is_causal=is_causal, scale=scale)
+    if q.device.type == "cpu" or is_before_ampere(q):
+        all_k, all_v = _repeat_kv(k, q), _repeat_kv(v, q)
+        inputs = (_contiguous_heads_first(x) for x in (grad, q, all_k, all_v, out, lse))
+        _, gradients = sdpa_kernels(q)
+        found = gradients(*inputs, is_causal=is_causal, scale=scale)
         grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in found)
-        return grad_q, grad_k, grad_v
-    all_k, all_v = _repeat_kv(k, q), _repeat_kv(v, q)
-    inputs = (_contiguous_heads_first(x) for x in (grad, q, all_k, all_v, out, lse))
-    found = cpu_flash_attention_backward(*inputs, is_causal=is_causal, scale=scale)
+        return grad_q, _sum_groups(grad_k, k), _sum_groups(grad_v, v)
+    lse = lse.transpose(1, 2).contiguous()
+    if not _has_cudnn(q, k):
+        return flash_attention_backward(grad, q, k, v, out, lse, is_causal=is_causal, scale=scale)
+    grad, q, k, v, out = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    found = cudnn_attention_backward(grad, q, k, v, out, lse, is_causal=is_causal, scale=scale)
     grad_q, grad_k, grad_v = (x.transpose(1, 2) for x in found)
-    return grad_q, _sum_groups(grad_k, k), _sum_groups(grad_v, v)
+    return grad_q, grad_k, grad_v
 
 
 def merge_partial(out: Tensor, lse: Tensor, partial: Tensor, partial_lse: Tensor) -> None:
@@ -196,7 +225,7 @@ def _has_cudnn(q: Tensor, k: Tensor) -> bool:
 
 
 def _repeat_kv(x: Tensor, q: Tensor) -> Tensor:
-    """One kv head per query head, which the CPU kernel needs."""
+    """One kv head per query head, which `sdpa_kernels` need."""
     group = q.shape[2] // x.shape[2]
     return x if group == 1 else x.repeat_interleave(group, dim=2)
 

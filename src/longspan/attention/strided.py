@@ -1,4 +1,7 @@
-"""Dilated attention on a CPU: strided views into torch's flash kernel, merged by log-sum-exp.
+"""Dilated attention as strided views into torch's own kernels, merged by log-sum-exp.
+
+On a CPU that is the flash kernel for CPUs, on a GPU memory-efficient attention: for GPUs that the
+Triton kernels do not support, such as a V100.
 
 Branch (w, r) needs no gather. Head h keeps positions p ≡ h (mod r), so the heads h ≡ b (mod r)
 together read the strided view x[:, b::r, b::r], in which a segment is w/r consecutive rows. Each
@@ -18,10 +21,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longspan.attention.merge import merge_partial
+from longspan.attention.merge import merge_partial, sdpa_kernels
 from longspan.attention.pattern import Dilated
 from longspan.dtypes import accumulation_dtype
-from longspan.torch_internals import cpu_flash_attention, cpu_flash_attention_backward
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ def _strided_views(q: Tensor, pattern: Dilated) -> Iterator[_StridedView]:
 
 
 def _kernel_input(x: Tensor, heads: int) -> Tensor:
-    """One head per query head, and contiguous rows, which the flash kernel takes for granted."""
+    """One head per query head, and contiguous rows, which the kernels take for granted."""
     if x.shape[2] != heads:
         x = x.repeat_interleave(heads // x.shape[2], dim=2)
     return x if x.stride(3) == 1 else x.contiguous()
@@ -79,12 +81,13 @@ def forward(
     """
     dtype = accumulation_dtype(q)
     q, k, v = (_kernel_input(x, q.shape[2]) for x in (q, k, v))
-    out = torch.zeros(q.shape, dtype=dtype)
-    stored_lse = torch.full((q.shape[0], q.shape[2], q.shape[1]), -torch.inf, dtype=dtype)
+    attention, _ = sdpa_kernels(q)
+    out = torch.zeros(q.shape, dtype=dtype, device=q.device)
+    stored_lse = torch.full_like(out[..., 0].transpose(1, 2), -torch.inf).contiguous()
     lse = stored_lse.transpose(1, 2)
     for view in _strided_views(q, pattern):
         inputs = (view.split(x) for x in (q, k, v))
-        partial, partial_lse = cpu_flash_attention(*inputs, is_causal=is_causal, scale=scale)
+        partial, partial_lse = attention(*inputs, is_causal=is_causal, scale=scale)
         partial, partial_lse = view.unsplit(partial, out), view.unsplit(partial_lse, lse)
         merge_partial(view.of(out), view.of(lse), partial, partial_lse)
     return out.to(q.dtype), stored_lse
@@ -98,10 +101,11 @@ def backward(
     kv_heads = k.shape[2]
     grad_out, q, k, v, out = (_kernel_input(x, q.shape[2]) for x in (grad_out, q, k, v, out))
     lse = lse.transpose(1, 2)
-    grads = tuple(torch.zeros(q.shape, dtype=lse.dtype) for _ in range(3))
+    _, gradients = sdpa_kernels(q)
+    grads = tuple(torch.zeros(q.shape, dtype=lse.dtype, device=q.device) for _ in range(3))
     for view in _strided_views(q, pattern):
         inputs = (view.split(x) for x in (grad_out, q, k, v, out, lse))
-        partials = cpu_flash_attention_backward(*inputs, is_causal=is_causal, scale=scale)
+        partials = gradients(*inputs, is_causal=is_causal, scale=scale)
         for grad, partial in zip(grads, partials, strict=True):
             view.of(grad).add_(view.unsplit(partial, grad))
     grad_q, grad_k, grad_v = grads
