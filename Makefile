@@ -50,7 +50,7 @@ compile: $(VENV)/.development
 parity: $(VENV)/.development
 	LONGSPAN_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/parallel \
 	  tests/engines tests/planning tests/training/test_trainer.py tests/training/test_lora.py \
-	  tests/training/test_tuning.py tests/test_verification.py tests/benchmarks
+	  tests/training/test_tuning.py tests/training/test_parameter_precision.py tests/test_verification.py tests/benchmarks
 
 # Every configuration of the GPU kernels, compiled for an H100; it needs no GPU.
 kernels: $(VENV)/.development

@@ -236,6 +236,7 @@ def linear_costs(model: Model) -> tuple[Cost, Cost]:
 
 
 def checkpoint_bytes(model: Model, train: Train) -> int:
-    """Bytes of a checkpoint: float32 weights, and of those trained Adam's moments and averages."""
+    """Bytes of a checkpoint: weights, and of those trained Adam's float32 moments and averages."""
     stored = count_adapters(model) or count_parameters(model)
-    return 4 * stored + (12 if train.ema else 8) * count_trained(model, train.freeze)
+    per_weight = 4 if train.parameter_precision == "fp32" else 2
+    return per_weight * stored + (12 if train.ema else 8) * count_trained(model, train.freeze)

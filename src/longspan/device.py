@@ -46,11 +46,12 @@ def resolve(run: Run, device: torch.device) -> Run:
         precision = "bf16" if has_bf16 else "fp32"
     if precision == "fp16" and device.type == "cpu":
         raise UserError('train.precision = "fp16" needs a GPU, but the device is a CPU: set "fp32"')
-    if train.residual_precision == "bf16" and precision != "bf16":
-        raise UserError(
-            'train.residual_precision = "bf16" needs train.precision = "bf16", but it is '
-            f'"{precision}": set "fp32"'
-        )
+    for key in ("residual_precision", "parameter_precision"):
+        if getattr(train, key) == "bf16" and precision != "bf16":
+            raise UserError(
+                f'train.{key} = "bf16" needs train.precision = "bf16", but it is "{precision}": '
+                'set "fp32"'
+            )
     if device.type == "cpu":
         check_fp8(train, device)
     if train.fp8 and precision != "bf16":
@@ -91,7 +92,7 @@ def check_fp8(train: Train, device: torch.device) -> None:
 
 
 def autocast(train: Train) -> AbstractContextManager[object]:
-    """Return the autocast context of the run's mixed precision; parameters stay float32."""
+    """Return the autocast context of the run's mixed precision."""
     dtype = DTYPES.get(train.precision)
     return torch.autocast(train.device, dtype=dtype, enabled=dtype is not None)
 

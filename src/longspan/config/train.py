@@ -95,12 +95,17 @@ class Train(Section):
     "h100", or a TOML file that `longspan doctor --calibrate` wrote; by default the GPU's driver
     says."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Compute dtype of mixed precision (autocast); parameters and optimizer state stay fp32. "auto"
-    is bf16 on a GPU that supports it, fp32 elsewhere."""
+    """Compute dtype of mixed precision (autocast); parameters and optimizer state stay fp32, unless
+    `parameter_precision` and `optimizer` say otherwise. "auto" is bf16 on a GPU that supports it,
+    fp32 elsewhere."""
     matmul_precision: Literal["highest", "high", "medium"] | None = None
     """Precision of float32 matrix products, by `torch.set_float32_matmul_precision`: "high" uses
     TF32 on GPUs that have it (Ampere or newer), "highest" does not. By default PyTorch's setting is
     left as it is, "highest" unless you change it. Attention kernels do not depend on it."""
+    parameter_precision: Literal["fp32", "bf16"] = "fp32"
+    """Dtype of matrices among the parameters, and of their gradients. "bf16" keeps no fp32 master
+    weights: 8-bit AdamW, which it needs, rounds each update stochastically. 6 bytes per parameter
+    instead of 10, and noisier steps; for the native engine on one process."""
     residual_precision: Literal["fp32", "bf16"] = "fp32"
     """Dtype of the residual stream, which blocks add to. "bf16" halves its memory and traffic, and
     rounds each sum; for the native engine without tensor and pipeline parallelism."""

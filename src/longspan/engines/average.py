@@ -32,9 +32,10 @@ def track_average(optimizer: torch.optim.Optimizer, decay: float) -> None:
                 if not state:  # the optimizer has not seen its gradient
                     continue
                 if EMA not in state:
-                    state[EMA] = parameter.detach().clone()
+                    state[EMA] = parameter.detach().to(torch.float32, copy=True)
                     continue
-                average, weight = to_local(state[EMA]), to_local(parameter)
+                average = to_local(state[EMA])
+                weight = to_local(parameter).to(average.dtype)
                 if found_inf is None:
                     average.lerp_(weight, 1 - decay)
                 else:

@@ -11,7 +11,7 @@ from longspan.checkpoint import Region
 from longspan.config import Layout, Train
 from longspan.data import Batch
 from longspan.models import Decoder, parameter_shapes, stored_shapes
-from longspan.models.initial import allocate, initial_weight, initialize
+from longspan.models.initial import allocate, initial_weight, initialize, round_matrices
 from longspan.parallel.apply import apply_to_blocks, materialize, parallelize
 from longspan.parallel.chunks import ChunkedDecoder
 from longspan.parallel.collectives import all_reduce_max
@@ -50,6 +50,8 @@ class DecoderSpec:
     def parallelize(
         self, mesh: ParallelMesh, layout: Layout, train: Train, forward_context: ForwardContext
     ) -> nn.Module:
+        if train.parameter_precision == "bf16":
+            round_matrices(self.model)
         if train.chunk_tokens:
             # FSDP gathers parameters in every pass, of which ranks must take equally many.
             must_agree = mesh.is_fsdp and mesh.data_ranks > 1

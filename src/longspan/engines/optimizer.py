@@ -68,7 +68,17 @@ def _build(model: nn.Module, train: Train) -> torch.optim.Optimizer:
         raise UserError(
             'train.optimizer = "adamw8bit" needs torchao: pip install "longspan[torchao]"'
         ) from error
-    eight_bits: torch.optim.Optimizer = AdamW8bit(groups, **options)
+
+    class StochasticAdamW8bit(AdamW8bit):  # type: ignore[misc, unused-ignore]
+        """Rounds updated bf16 parameters up or down at random, such that the mean is exact."""
+
+        def _new_buffer(self, p: Tensor, signed: bool) -> Any:
+            """Moments like those of a float32 parameter, whose small tensors are not quantized."""
+            return super()._new_buffer(torch.empty_like(p, dtype=torch.float32), signed)
+
+    is_rounded = train.parameter_precision == "bf16"
+    kind = StochasticAdamW8bit if is_rounded else AdamW8bit
+    eight_bits: torch.optim.Optimizer = kind(groups, **options, bf16_stochastic_round=is_rounded)
     return eight_bits
 
 

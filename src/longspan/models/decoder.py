@@ -245,8 +245,8 @@ class Decoder(nn.Module):
         )
         keys = self.dropout_keys(samples, tokens.shape[1])
         x_BNC = scaled_embedding(self.embedding, tokens, self.config.embedding_scale)
-        if self.rounds_residual:
-            x_BNC = x_BNC.to(autocast_dtype(x_BNC) or x_BNC.dtype)
+        if (dtype := autocast_dtype(x_BNC)) is not None:  # the embedding itself may be bf16
+            x_BNC = x_BNC.to(dtype if self.rounds_residual else torch.float32)
         x_BNC = self.dropout(x_BNC, keys, 0)
         for index, block in enumerate(self.blocks):
             cache = caches.layers[index] if caches else None

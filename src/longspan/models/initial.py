@@ -63,6 +63,16 @@ def allocate(model: nn.Module, device: torch.device) -> None:
         ) from error
 
 
+def round_matrices(model: nn.Module) -> None:
+    """Make the matrices of a model bf16, with which it must be called under autocast.
+
+    Vectors stay as they are: norms, biases and sinks are few, and the residual stream is float32.
+    """
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            parameter.data = parameter.data.to(torch.bfloat16)
+
+
 def initial_weight(model: Model, seed: int, name: str, shape: torch.Size) -> Tensor:
     """The initial value of a parameter, from its own random stream of (seed, name).
 

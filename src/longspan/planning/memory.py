@@ -20,7 +20,7 @@ from longspan.planning.parameters import Degrees, ModelSplit, RankParameter
 from longspan.planning.pipeline_memory import in_flight
 
 FP32_BYTES = 4
-"""Bytes per element of parameters, gradients and each of the two Adam moments."""
+"""Bytes per element of parameters, gradients and each of the two Adam moments, by default."""
 HEAD_BUFFERS = 3
 """Buffers as large as the head at the end of the backward pass: the head's gradient, which the
 chunked loss computes in forward; that of the embedding or of earlier micro-batches; their sum."""
@@ -131,7 +131,7 @@ class _Counts:
                 if is_trained:
                     self.head = max(self.head, p.gathered)  # or the tied embedding
                 continue
-            if is_matrix:
+            if is_matrix and run.train.parameter_precision == "fp32":
                 self.autocast += p.copies * p.gathered
             blocks[block] = blocks.get(block, 0) + p.gathered
             copies[block] = p.copies
@@ -142,7 +142,8 @@ class _Counts:
 def _memory(run: Run, split: ModelSplit, stage: int, allowance: Allowance) -> DeviceMemory:
     degrees, tokens_of = split.degrees, Activations(run, split.degrees)
     counts = _Counts(split.parameters(split.first_rank(stage)), run)
-    parameters, gradients = FP32_BYTES * counts.local, FP32_BYTES * _gradients(run, degrees, counts)
+    each = _parameter_bytes(run)
+    parameters, gradients = each * counts.local, each * _gradients(run, degrees, counts)
     offloaded = parameters + FP32_BYTES * counts.trained + counts.moments
     offloaded = offloaded if run.layout.offload else 0
     flights, _ = in_flight(run, split, stage, tokens_of)
@@ -224,8 +225,9 @@ def _moments(
     is_cached = not is_sharded and width < FP32_BYTES and not activations.is_compiled
     is_cached = is_cached and not run.train.fp8  # whose layers cast without autocast
     cached = width * counts.autocast if is_cached else copies
-    recast = 0 if is_sharded or keeps_copies or width == FP32_BYTES else width
-    workspace += (recast + (0 if is_sharded else FP32_BYTES)) * counts.largest_block
+    each = _parameter_bytes(run)
+    recast = 0 if is_sharded or keeps_copies or width == each else width
+    workspace += (recast + (0 if is_sharded else each)) * counts.largest_block
     if is_sharded:
         at_loss, in_block, at_end = _transient_sharded(run, degrees, counts)
     else:
@@ -288,6 +290,11 @@ def _by_chunk(
 def _compute_bytes(run: Run) -> int:
     """Bytes per element in the run's precision."""
     return 2 if run.train.precision in ("bf16", "fp16") else FP32_BYTES
+
+
+def _parameter_bytes(run: Run) -> int:
+    """Bytes per element of parameters and gradients; the few that stay in float32 do not count."""
+    return FP32_BYTES if run.train.parameter_precision == "fp32" else 2
 
 
 def _accumulates(run: Run, degrees: Degrees) -> bool:

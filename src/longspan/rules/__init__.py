@@ -29,6 +29,7 @@ from longspan.rules.model import (
     recall_rules,
     sketch_rules,
 )
+from longspan.rules.parameter_precision import parameter_precision_rules
 from longspan.rules.problem import Problem, Problems
 from longspan.rules.residual import residual_rules
 from longspan.rules.train import engine_rules, track_rules, train_rules
@@ -66,6 +67,7 @@ DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     chunk_rules,
     chunk_layout_rules,
     residual_rules,
+    parameter_precision_rules,
     fp8_rules,
     fp8_layout_rules,
 )

@@ -255,6 +255,9 @@ def factory_rules(model: Model, train: Train) -> Problems:
     if train.residual_precision != "fp32":
         message = 'is not supported with model.factory, whose blocks decide it: use "fp32"'
         yield Problem("train.residual_precision", message)
+    if train.parameter_precision != "fp32":
+        message = 'is not supported with model.factory: use "fp32"'
+        yield Problem("train.parameter_precision", message)
     if train.fp8:
         message = "true is not supported with model.factory: convert its layers in the factory"
         yield Problem("train.fp8", message)
