@@ -90,6 +90,7 @@ LAYOUTS = [
     ["layout.replicate=2", "layout.shard=1"],
     ["layout.pipeline=2", "train.activation_checkpointing=full"],
     ["layout.sequence=2"],
+    ["layout.zero=2", "train.chunk_tokens=16"],
 ]
 
 
