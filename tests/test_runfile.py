@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from longspan.attention import Dense, Dilated, Window, pattern_of, patterns_of
-from longspan.attention.kernels.dispatch import schedule_branches
+from longspan.attention.kernels.schedule import schedule_branches
 from longspan.attention.pattern import reach
 from longspan.config import AXES, Layout, Run
 from longspan.derived import derived_values

@@ -20,6 +20,8 @@ from longspan.attention.kernels import (
     branch,
     decode,
     hopper,
+    hopper_backward,
+    hopper_forward,
     window_kernels,
 )
 
@@ -124,6 +126,26 @@ def compile_block_sparse(cases: list[tuple[bool, bool]]) -> None:
     compile_kernel(block_sparse_kernels.backward_dq, sizes, dict.fromkeys(("k", "ds"), tile), 3)
 
 
+def compile_whole_segments(head_dim: int, **changes: Any) -> None:
+    constants = {
+        "RATIOS": (2, 4),
+        "SKIP_INNER": False,
+        "FIRST": False,
+        "LAST": True,
+        "HEAD_DIM": head_dim,
+        "TILE": 64,
+        **changes,
+    }
+    block = [64, head_dim]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)
+    inputs = dict.fromkeys(("q", "k", "v", "do"), f"tensordesc<bf16{block},{layout}>")
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
+    inputs["dq"] = f"tensordesc<fp32{block},{layout}>"
+    compile_kernel(hopper_forward.forward, constants, inputs, 1, GluonASTSource)
+    constants["STAGES"] = 2
+    compile_kernel(hopper_backward.backward, constants, inputs, 1, GluonASTSource)
+
+
 def compile_decode(has_mask: bool) -> None:
     sizes = {"CHUNK": 1024, "TILE": 64, "HEAD_DIM": 128, "TILE_D": 128}
     types = {"keys": "*bf16", "values": "*bf16", "out": "*fp32", "scale": "fp32"}
@@ -140,6 +162,10 @@ if __name__ == "__main__":
     for changes in WINDOWS if is_all else WINDOWS[:1]:
         compile_window(WINDOW_KERNELS if is_all else WINDOW_KERNELS[::3], changes)
     compile_kernel(branch.backward_preprocess, {"HEAD_DIM": 64, "TILE_D": 64, "TILE": 64}, {}, 1)
+    for head_dim in (64, 128) if is_all else (64,):
+        compile_whole_segments(head_dim)
+    if is_all:
+        compile_whole_segments(64, SKIP_INNER=True, FIRST=True, LAST=False, RATIOS=())
     for has_mask in (True, False) if is_all else (True,):
         compile_decode(has_mask)
     compile_block_sparse(

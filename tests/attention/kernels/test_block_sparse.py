@@ -42,14 +42,14 @@ def is_used(
 @pytest.fixture(autouse=True)
 def _short_sequences_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(block_sparse, "MIN_TOKENS", 0)
-    monkeypatch.setattr(dispatch, "_calls", dispatch._Call)  # the cached one remembers the choice
+    monkeypatch.setattr(dispatch, "_calls", dispatch.Call)  # the cached one remembers the choice
 
 
 @pytest.fixture
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.param:
-        monkeypatch.setattr(block_sparse, "_has_gluon", lambda device: False)
-    elif not block_sparse._has_gluon(torch.device("cuda")):
+        monkeypatch.setattr(block_sparse, "has_gluon", lambda device: False)
+    elif not block_sparse.has_gluon(torch.device("cuda")):
         pytest.skip("Gluon was tested with Triton 3.6 and 3.7")
 
 

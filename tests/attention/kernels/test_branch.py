@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +28,12 @@ from longspan.attention import (
     choose_backend,
 )
 from longspan.attention.custom_op import branch_attention, flatten
+from longspan.attention.kernels.schedule import schedule_branches
 from tests.attention.test_functional import dilated_patterns, output_and_gradients, random_qkv
 
 dispatch = pytest.importorskip("longspan.attention.kernels.dispatch")
 branch = pytest.importorskip("longspan.attention.kernels.branch")
+call = pytest.importorskip("longspan.attention.kernels.call")
 launch = pytest.importorskip("longspan.attention.kernels.launch")
 HAS_GPU = torch.cuda.is_available()
 DEVICES = [
@@ -107,8 +110,8 @@ def test_long_sequences_are_processed_in_slabs(
     pattern = Dilated((32, 64), (1, 2))
     qkv = random_qkv(1, 150, 2, 2, 16, device=device)
     whole = attend(*qkv, pattern, backend="triton")
-    monkeypatch.setattr(dispatch, "PARTIAL_BYTES", 1)
-    monkeypatch.setattr(dispatch, "_calls", dispatch._Call)  # the cached one remembers its slabs
+    monkeypatch.setattr(call, "PARTIAL_BYTES", 1)
+    monkeypatch.setattr(dispatch, "_calls", dispatch.Call)  # the cached one remembers its slabs
     documents = (torch.arange(150, device=device) // 35)[None]
     assert_equals_oracle(qkv, pattern, 2e-6, documents=documents)
     torch.testing.assert_close(attend(*qkv, pattern, backend="triton"), whole, rtol=0, atol=0)
@@ -157,8 +160,16 @@ def test_tiles_of_16_bit_inputs(dims: int, tokens: int) -> None:
         assert_equals_oracle(qkv, pattern, 4e-3)
 
 
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.gpu
-def test_the_same_input_gives_the_same_bits() -> None:
+@pytest.mark.usefixtures("deterministic")
+def test_the_same_input_gives_the_same_bits_if_asked_for() -> None:
     qkv = random_qkv(1, 4096, 4, 4, 64, device="cuda", dtype=torch.bfloat16)
     grad = torch.randn_like(qkv[0])
     first, *others = (
@@ -166,6 +177,43 @@ def test_the_same_input_gives_the_same_bits() -> None:
     )
     for other in others:
         assert all(torch.equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dims", [64, 128])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Dilated((256, 512, 1024), (1, 2, 4)),
+        Dilated((256, 1024), (1, 4), first_head=3),
+        Dilated((128, 4096), (1, 32)),
+        Dilated((512, 1024), (2, 4)),  # rows that no branch keeps
+        Dilated((4096,), (1,)),
+    ],
+)
+def test_kernels_for_whole_segments_equal_the_general_ones(
+    pattern: Dilated, dims: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit by bit, but for dQ, to which tiles of keys add in any order; views, two samples, GQA."""
+    parts = torch.randn(2, 4096, 12, dims, device="cuda", dtype=dtype)
+    q, k, v = parts[:, :, :6], parts[:, :, 6:9], parts[:, :, 9:]
+    do = torch.randn_like(q)
+    results = []
+    for has_gluon in (True, False):
+        if not has_gluon:
+            monkeypatch.setattr(call, "has_kernels", lambda *_: False)
+            monkeypatch.setattr(dispatch, "_calls", dispatch.Call)
+        chosen = dispatch._call_of(q, k, None, pattern, True, 0.2)
+        assert (chosen.whole_segments is not None) is has_gluon
+        out, lse = dispatch.forward(q, k, v, None, pattern, True, 0.2)
+        results.append(
+            (out, lse, *dispatch.backward(do, q, k, v, out, lse, None, pattern, True, 0.2))
+        )
+    (out, lse, dq, dk, dv), (out_2, lse_2, dq_2, dk_2, dv_2) = results
+    for ours, general in ((out, out_2), (lse, lse_2), (dk, dk_2), (dv, dv_2)):
+        assert torch.equal(ours, general)
+    assert (dq - dq_2).float().norm() <= 3e-4 * dq_2.float().norm()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -215,7 +263,7 @@ def test_nested_branches_visit_each_pair_once() -> None:
         pattern, position = Dilated(segments, rates), torch.arange(256)
         distinct = int((pattern.counts(position, position, 0) > 0).sum())
         visited = 0
-        for branch in dispatch.schedule_branches(pattern.branches, False).branches:
+        for branch in schedule_branches(pattern.branches, False).branches:
             rows = 256 // branch.rate
             visited += rows * (branch.segment - branch.inner)
         assert visited == distinct
@@ -223,7 +271,7 @@ def test_nested_branches_visit_each_pair_once() -> None:
 
 def test_a_pattern_that_is_not_nested_visits_all_pairs() -> None:
     for segments, rates in [((12, 30), (3, 2)), ((8, 12), (1, 2)), ((64, 64), (1, 64))]:
-        schedule = dispatch.schedule_branches(Dilated(segments, rates).branches, False)
+        schedule = schedule_branches(Dilated(segments, rates).branches, False)
         assert not schedule.is_nested
         assert all(branch.inner == 0 and not branch.ratios for branch in schedule.branches)
 

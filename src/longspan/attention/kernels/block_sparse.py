@@ -19,7 +19,6 @@ from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -29,7 +28,7 @@ from longspan.attention.kernels.block_index import (
     ChunkedBlockIndex,
     chunked_block_index,
 )
-from longspan.attention.kernels.launch import Launch, Tiles
+from longspan.attention.kernels.launch import Launch, Tiles, has_gluon
 from longspan.attention.pattern import BlockSparse
 
 LOG2_E = 1.4426950408889634
@@ -51,12 +50,6 @@ def has_kernels(device: torch.device) -> bool:
 
 
 @lru_cache(maxsize=8)
-def _has_gluon(device: torch.device) -> bool:
-    """Gluon is experimental: its backward_dkdv was tested with Triton 3.6 and 3.7."""
-    return device.type == "cuda" and triton.__version__.startswith(("3.6.", "3.7."))
-
-
-@lru_cache(maxsize=8)
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
@@ -64,9 +57,9 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def _descriptor(x: Tensor, block: list[int], is_gluon: bool = False) -> Any:
     """A tensor descriptor of a matrix that is read or written block by block."""
     if is_gluon:
-        from longspan.attention.kernels import hopper
+        from longspan.attention.kernels.gluon_parts import describe
 
-        return hopper.make_descriptor(x, block)
+        return describe(x, list(x.shape), list(x.stride()), block)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), block)
 
 
@@ -197,7 +190,7 @@ def backward(
     max_tiles = SCRATCH_BYTES // (2 * BLOCK * BLOCK * q.element_size())
     q, k, v, do = (x.flatten(0, 1).flatten(1) for x in (q, k, v, do))
     call = _calls(
-        blocks, max_tiles, _has_gluon(q.device), q.dtype, q.device, batch, tokens, heads, group,
+        blocks, max_tiles, has_gluon(q.device), q.dtype, q.device, batch, tokens, heads, group,
         head_dim, scale, (k.stride(0), v.stride(0)),
     )  # fmt: skip
     inputs = _dkdv_inputs(call, q, k, v, do)

@@ -6,7 +6,6 @@ exponentials overlap the product dO Vᵀ, and dK overlaps the beginning of the n
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -18,18 +17,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from longspan.attention.kernels.gluon_parts import thread_barrier
 
 # mypy: ignore-errors
-
-thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barrier  # Triton 3.7
-
-
-def make_descriptor(x: Tensor, block: list[int]) -> TensorDescriptor:
-    """A tensor descriptor (TMA) of a matrix that is read or written block by block."""
-    # The layout of bfloat16 is the same: only the element size matters.
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), block, layout)
 
 
 @gluon.jit

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from threading import Timer
 from typing import Any
 
+import torch
+import triton
 from torch import Tensor
 from triton.runtime import JITFunction
 from triton.runtime._async_compile import AsyncCompileMode
@@ -17,6 +20,18 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 ANNOUNCED_AFTER_S = 2.0
 """Seconds of compilation after which a message says what the program waits for."""
+
+
+@lru_cache(maxsize=8)
+def has_gluon(device: torch.device) -> bool:
+    """Whether the kernels in Gluon run: it is experimental, and they were tested with Triton 3.6
+    and 3.7, on compute capability 9.0."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) == (9, 0)
+        and triton.__version__.startswith(("3.6.", "3.7."))
+    )
 
 
 @dataclass(frozen=True)
@@ -40,11 +55,13 @@ class Launch:
 
     def __init__(
         self, kernel: Any, grid: tuple[int | None, int], scalars: tuple[Any, ...],
-        constants: Mapping[str, Any], tiles: Tiles, tile_shape: tuple[int, int, int] = (1, 1, 1),
+        constants: Mapping[str, Any], tiles: Tiles,
+        describe: Callable[[Tensor], TensorDescriptor] | None = None,
     ) -> None:  # fmt: skip
-        """`grid`: programs, with None one for each item of a work table, the last pointer."""
+        """`grid`: programs, with None one for each item of a work table, the last pointer;
+        `describe`: makes the descriptor of a tensor that is read or written in tiles."""
         self.kernel, self.grid, self.scalars, self.constants = kernel, grid, scalars, constants
-        self.tiles, self.tile_shape = tiles, tile_shape  # (rate, rows, dims)
+        self.tiles, self._describe = tiles, describe
         self._compiled: Any = None
         self._prototypes: dict[int, Any] = {}
 
@@ -79,20 +96,27 @@ class Launch:
         }
 
     def descriptor(self, index: int, x: Tensor) -> Any:
-        """x (batch, tokens, heads, head_dim) as (batch, rows, rate, heads, head_dim), in tiles.
-
-        Validated once per launch; `index` distinguishes its tensors.
-        """
+        """The descriptor of x; validated once per launch, whose tensors `index` distinguishes."""
         if index not in self._prototypes:
-            rate, rows, dims = self.tile_shape
-            batch, tokens, heads, head_dim = x.shape
-            b, n, h, _ = x.stride()
-            shape, strides = [batch, tokens // rate, rate, heads, head_dim], [b, rate * n, n, h, 1]
-            descriptor = TensorDescriptor(x, shape, strides, [1, rows, 1, 1, dims])
-            self._prototypes[index] = {**vars(descriptor), "base": None}
-        new = object.__new__(TensorDescriptor)
-        vars(new).update(self._prototypes[index], base=x)
+            assert self._describe is not None
+            descriptor = self._describe(x)
+            self._prototypes[index] = type(descriptor), {**vars(descriptor), "base": None}
+        kind, attributes = self._prototypes[index]
+        new = object.__new__(kind)
+        vars(new).update(attributes, base=x)
         return new
+
+
+def tiles_of_rows(rate: int, rows: int, dims: int) -> Callable[[Tensor], TensorDescriptor]:
+    """Describes x (batch, tokens, heads, head_dim) as (batch, rows, rate, heads, head_dim)."""
+
+    def describe(x: Tensor) -> TensorDescriptor:
+        batch, tokens, heads, head_dim = x.shape
+        b, n, h, _ = x.stride()
+        shape, strides = [batch, tokens // rate, rate, heads, head_dim], [b, rate * n, n, h, 1]
+        return TensorDescriptor(x, shape, strides, [1, rows, 1, 1, dims])
+
+    return describe
 
 
 def launch_all(launches: Sequence[Launch], pointers: Sequence[tuple[Any, ...]]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from longspan.attention.kernels import window_kernels
 from longspan.attention.kernels.block_sparse import LOG2_E
 from longspan.attention.kernels.inputs import kernel_input, padded_dim, preprocess, tiles_of
-from longspan.attention.kernels.launch import Launch, launch_all
+from longspan.attention.kernels.launch import Launch, launch_all, tiles_of_rows
 from longspan.attention.kernels.spans import Span
 from longspan.attention.merge import attend_with_sinks
 from longspan.attention.window import Window
@@ -172,9 +172,9 @@ def _launch(
         "TILE_M": tiles.queries,
         "TILE_N": tiles.keys,
     }
-    tile_shape = (pattern.dilation, tiles.queries if is_by_key else tiles.keys, dims)
+    describe = tiles_of_rows(pattern.dilation, tiles.queries if is_by_key else tiles.keys, dims)
     grid, kernel = (None, call.batch * call.heads), getattr(window_kernels, name)
-    return Launch(kernel, grid, scalars, constants, tiles, tile_shape)
+    return Launch(kernel, grid, scalars, constants, tiles, describe)
 
 
 def _described(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:

@@ -1,0 +1,279 @@
+"""`branch.backward_dkdv` in Gluon, for compute capability 9.0: causal, whole segments, 16 bits.
+
+The same rows, pairs, counts and partials as there. A tile of rows is a block of a matrix (rows,
+rate · token stride), at the column of its residue and head.
+
+A program has two tiles of keys. Two groups of four warps each compute one of them, step by step
+over the queries, and a warp of its own loads those: while one group computes exponentials, the
+other multiplies. What a step gives dQ is added to global memory by the copy engine.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from longspan.attention.kernels.gluon_parts import (
+    async_add_shared_to_global,
+    log_counts,
+    place,
+    thread_barrier,
+)
+
+# mypy: ignore-errors
+
+
+REGISTERS = gl.constexpr(240)
+"""Per thread of the groups that compute; the loader leaves them its own."""
+LOADER_REGISTERS = gl.constexpr(24)
+
+
+@gluon.jit
+def _load_queries(
+    q, do, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, q_origin, q_column,
+    do_origin, do_column, begin, rate, steps,
+    TILE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Copy q, dO, lse and delta of each step into a ring of buffers: the work of one warp."""
+    i = gl.arange(0, TILE, layout=gl.BlockedLayout([1], [32], [1], [0]))
+    for j in range(steps):
+        buffer = j % STAGES
+        row = begin + j * TILE
+        lse_i = gl.load(lse + (row + i) * rate)
+        delta_i = gl.load(delta + (row + i) * rate)
+        mbarrier.wait(free.index(buffer), j // STAGES % 2 ^ 1)
+        bar = ready.index(buffer)
+        mbarrier.expect(bar, 2 * q.block_type.nbytes)
+        tma.async_copy_global_to_shared(q, [q_origin + row, q_column], bar, q_tiles.index(buffer))
+        tma.async_copy_global_to_shared(
+            do, [do_origin + row, do_column], bar, do_tiles.index(buffer)
+        )
+        lse_tiles.index(buffer).store(lse_i)
+        delta_tiles.index(buffer).store(delta_i)
+        thread_barrier()
+        mbarrier.arrive(bar, count=1)
+
+
+@gluon.jit
+def _add_dq(dq_value, dq, dq_tile, row, column):
+    tma.store_wait(0)
+    thread_barrier()
+    dq_tile.store(dq_value)
+    fence_async_shared()
+    async_add_shared_to_global(dq, [row, column], dq_tile)
+
+
+@gluon.jit
+def _step(
+    dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, ds_tile,
+    dq_tile, dq, j, begin, origin, dq_column, col, k_log_count, q_log_count, scale_log2,
+    DIAGONAL: gl.constexpr, BIASED: gl.constexpr, TILE: gl.constexpr,
+    STAGES: gl.constexpr, SCORES: gl.constexpr, GRADS: gl.constexpr, OPERAND: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Step j of a tile of keys."""
+    ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
+    buffer = j % STAGES
+    m = begin + j * TILE
+    zero = gl.zeros([TILE, TILE], gl.float32, layout=SCORES)
+    q_tile, do_tile = q_tiles.index(buffer), do_tiles.index(buffer)
+    mbarrier.wait(ready.index(buffer), j // STAGES % 2)
+    qk = warpgroup_mma(k_tile, q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v_tile, do_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+    qk = warpgroup_mma_wait(1, deps=[qk])
+    lse_i = lse_tiles.index(buffer).load(ROW)
+    qk = qk * scale_log2
+    if BIASED:
+        qk += gl.minimum(k_log_count[:, None], q_log_count[None, :])
+    if DIAGONAL:
+        row = m + gl.arange(0, TILE, layout=ROW)
+        qk = gl.where(row[None, :] >= col[:, None], qk, float("-inf"))
+    p = gl.exp2(qk - lse_i[None, :])
+    p_operand = gl.convert_layout(p.to(ds_tile.dtype), OPERAND)
+    dv_acc = warpgroup_mma(p_operand, do_tile, dv_acc, is_async=True)
+    delta_i = delta_tiles.index(buffer).load(ROW)
+    dp = warpgroup_mma_wait(1, deps=[dp])
+    ds_value = (p * (dp - delta_i[None, :])).to(ds_tile.dtype)
+    ds_tile.store(ds_value)
+    fence_async_shared()
+    dk_acc = warpgroup_mma(gl.convert_layout(ds_value, OPERAND), q_tile, dk_acc, is_async=True)
+    zero_dq = gl.zeros([TILE, HEAD_DIM], gl.float32, layout=GRADS)
+    dq_value = warpgroup_mma(ds_tile.permute([1, 0]), k_tile, zero_dq, use_acc=False, is_async=True)
+    dk_acc, dv_acc, dq_value = warpgroup_mma_wait(0, deps=[dk_acc, dv_acc, dq_value])
+    _add_dq(dq_value, dq, dq_tile, origin + m, dq_column)  # after which all warps have met
+    mbarrier.arrive(free.index(buffer), count=1)
+    return dk_acc, dv_acc
+
+
+@gluon.jit
+def _consume(
+    k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, ds_tile, dq_tile, dq,
+    dk, dv, partial_k, partial_v, dk_strides, partial_strides, batch, head, origin, first, begin,
+    steps, rho, shift, rate, partial_rate, dq_column, scale_log2, softmax_scale,
+    INDEX: gl.constexpr, RATIOS: gl.constexpr, SKIP_INNER: gl.constexpr, FIRST: gl.constexpr,
+    LAST: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The gradients of TILE keys over all steps: the work of four warps."""
+    SCORES: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, TILE, 16])
+    GRADS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_DIM, 16])
+    OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
+    LANES: gl.constexpr = HEAD_DIM // 8  # of a warp, for one row of 16-byte stores
+    OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
+    BIASED: gl.constexpr = len(RATIOS) > 0
+    dk_acc = gl.zeros([TILE, HEAD_DIM], gl.float32, layout=GRADS)
+    dv_acc = gl.zeros([TILE, HEAD_DIM], gl.float32, layout=GRADS)
+    col = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
+    k_log_count = log_counts(col, shift, RATIOS)
+    # Tiles begin at multiples of the ratios.
+    m_index = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
+    q_log_count = log_counts(m_index, shift, RATIOS)
+    # Of the queries before its keys, a tile sees none.
+    SKIPPED: gl.constexpr = 0 if SKIP_INNER else INDEX * TILE // TILE
+    if SKIPPED > 0:
+        mbarrier.wait(ready.index(0), 0)
+        thread_barrier()
+        mbarrier.arrive(free.index(0), count=1)
+    if steps > SKIPPED:
+        dk_acc, dv_acc = _step(
+            dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles,
+            ready, free, ds_tile, dq_tile, dq, SKIPPED, begin, origin, dq_column, col, k_log_count,
+            q_log_count, scale_log2, not SKIP_INNER, BIASED, TILE, STAGES, SCORES, GRADS,
+            OPERAND, HEAD_DIM,
+        )  # fmt: skip
+        for j in range(SKIPPED + 1, steps):
+            dk_acc, dv_acc = _step(
+                dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles,
+                ready, free, ds_tile, dq_tile, dq, j, begin, origin, dq_column, col, k_log_count,
+                q_log_count, scale_log2, False, BIASED, TILE, STAGES, SCORES, GRADS,
+                OPERAND, HEAD_DIM,
+            )  # fmt: skip
+
+    row = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, GRADS))
+    position = rho + row * rate
+    partial_row = position // partial_rate
+    has_partial = row >= 0
+    if BIASED:
+        has_partial = (row + shift) % RATIOS[0] == 0
+    _accumulate(
+        dk_acc * softmax_scale, dk, partial_k, dk_strides, partial_strides, batch, position,
+        partial_row, head, has_partial, OUT, GRADS, FIRST, LAST, HEAD_DIM,
+    )  # fmt: skip
+    _accumulate(
+        dv_acc, dv, partial_v, dk_strides, partial_strides, batch, position, partial_row, head,
+        has_partial, OUT, GRADS, FIRST, LAST, HEAD_DIM,
+    )  # fmt: skip
+    tma.store_wait(0)
+
+
+@gluon.jit
+def _accumulate(
+    acc, grad, partial, grad_strides, partial_strides, batch, position, partial_row, head,
+    has_partial, OUT: gl.constexpr, LAYOUT: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
+    HEAD_DIM: gl.constexpr,
+):  # fmt: skip
+    """Add the sparser branches' partial to a tile's gradient and store it."""
+    dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, LAYOUT))
+    rows = (
+        partial + batch.to(gl.int64) * partial_strides[0] + head.to(gl.int64) * partial_strides[2]
+    )
+    partial_rows = rows + partial_row.to(gl.int64)[:, None] * partial_strides[1] + dims[None, :]
+    if not FIRST:
+        acc += gl.load(partial_rows, mask=has_partial[:, None] & (dims >= 0)[None, :], other=0.0)
+    if LAST:
+        value = gl.convert_layout(acc.to(grad.dtype.element_ty), OUT)
+        place = gl.convert_layout(position, gl.SliceLayout(1, OUT)).to(gl.int64)
+        dims = gl.arange(0, HEAD_DIM, layout=gl.SliceLayout(0, OUT))
+        rows = grad + batch.to(gl.int64) * grad_strides[0] + head.to(gl.int64) * grad_strides[2]
+        gl.store(rows + place[:, None] * grad_strides[1] + dims[None, :], value)
+    else:
+        gl.store(partial_rows, acc)
+
+
+@gluon.jit
+def backward(
+    q, k, v, do, dq, lse, delta, dk, dv, partial_k, partial_v, q_strides, k_strides, v_strides,
+    do_strides, dk_strides, partial_strides, delta_stride, tokens, heads, first_head, group, rate,
+    segment, inner, partial_rate, scale_log2, softmax_scale,
+    RATIOS: gl.constexpr, SKIP_INNER: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """dK and dV of two tiles of keys of one branch, per query head; what they give dQ is added.
+
+    q, k, v, do and dq are descriptors of matrices (rows, rate · token stride), dq in float32 and
+    not yet scaled.
+    """
+    batch, head = gl.program_id(1) // heads, gl.program_id(1) % heads
+    length = inner if SKIP_INNER else segment
+    tiles = length // (2 * TILE)
+    pid = gl.program_id(0)
+    start = pid // tiles * length
+    outer = start // segment * segment
+    first = start + pid % tiles * 2 * TILE
+    rho = (first_head + head) % rate
+    shift = (rho - first_head - head) // rate
+    q_origin, q_column = place(q_strides, batch, rho, head, rate)
+    do_origin, do_column = place(do_strides, batch, rho, head, rate)
+    k_origin, k_column = place(k_strides, batch, rho, head // group, rate)
+    v_origin, v_column = place(v_strides, batch, rho, head // group, rate)
+    origin, dq_column = batch * (tokens // rate), (rho * heads + head) * HEAD_DIM
+    lse += gl.program_id(1).to(gl.int64) * delta_stride + rho
+    delta += gl.program_id(1).to(gl.int64) * delta_stride + rho
+    begin = start + inner if SKIP_INNER else first
+    steps = (outer + segment - begin) // TILE
+
+    k_tiles = gl.allocate_shared_memory(k.dtype, [2, TILE, HEAD_DIM], k.layout)
+    v_tiles = gl.allocate_shared_memory(v.dtype, [2, TILE, HEAD_DIM], v.layout)
+    q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, TILE, HEAD_DIM], q.layout)
+    do_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, TILE, HEAD_DIM], q.layout)
+    DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.float16)
+    ds_tiles = gl.allocate_shared_memory(q.dtype, [2, TILE, TILE], DS)
+    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, TILE, HEAD_DIM], dq.layout)
+    PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], PLAIN)
+    delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], PLAIN)
+    keys_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
+    ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    mbarrier.init(keys_ready.index(0), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(ready.index(i), count=2)
+        mbarrier.init(free.index(i), count=2)
+    fence_async_shared()
+    bar = keys_ready.index(0)
+    mbarrier.expect(bar, 4 * k.block_type.nbytes)
+    for i in gl.static_range(2):
+        k_row, v_row = k_origin + first + i * TILE, v_origin + first + i * TILE
+        tma.async_copy_global_to_shared(k, [k_row, k_column], bar, k_tiles.index(i))
+        tma.async_copy_global_to_shared(v, [v_row, v_column], bar, v_tiles.index(i))
+    mbarrier.wait(bar, 0)
+    gl.warp_specialize(
+        [
+            (_consume, (
+                k_tiles.index(0), v_tiles.index(0), q_tiles, do_tiles, lse_tiles, delta_tiles,
+                ready, free, ds_tiles.index(0), dq_tiles.index(0), dq, dk, dv, partial_k,
+                partial_v, dk_strides, partial_strides, batch, head, origin, first, begin, steps,
+                rho, shift, rate, partial_rate, dq_column, scale_log2, softmax_scale, 0, RATIOS,
+                SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
+            )),
+            (_consume, (
+                k_tiles.index(1), v_tiles.index(1), q_tiles, do_tiles, lse_tiles, delta_tiles,
+                ready, free, ds_tiles.index(1), dq_tiles.index(1), dq, dk, dv, partial_k,
+                partial_v, dk_strides, partial_strides, batch, head, origin, first + TILE, begin,
+                steps, rho, shift, rate, partial_rate, dq_column, scale_log2, softmax_scale, 1,
+                RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
+            )),
+            (_load_queries, (
+                q, do, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, q_origin,
+                q_column, do_origin, do_column, begin, rate, steps, TILE, STAGES,
+            )),
+        ],
+        [4, 1],
+        [REGISTERS, LOADER_REGISTERS],
+    )  # fmt: skip
