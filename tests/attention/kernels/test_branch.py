@@ -186,8 +186,8 @@ def test_the_same_input_gives_the_same_bits_if_asked_for() -> None:
     "pattern",
     [
         Dilated((256, 512, 1024), (1, 2, 4)),
-        Dilated((256, 1024), (1, 4), first_head=3),
-        Dilated((128, 4096), (1, 32)),
+        Dilated((1024, 4096), (1, 4), first_head=3),
+        Dilated((2048, 4096), (1, 16)),
         Dilated((512, 1024), (2, 4)),  # rows that no branch keeps
         Dilated((4096,), (1,)),
     ],
