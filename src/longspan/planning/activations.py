@@ -221,7 +221,8 @@ class Activations:
             return min(SCRATCH_BYTES, train.micro_batch * self.width * pairs)
         if not isinstance(pattern, Dilated):
             return 0
-        schedule = schedule_branches(pattern.branches, has_blocks=blocks is not None)
+        max_ratio = None if self.width < FP32 else 32
+        schedule = schedule_branches(pattern.branches, blocks is not None, max_ratio)
         per_token = FP32 * vector / schedule.partial_rate
         reach = math.lcm(schedule.reach, 4)
         slab = min(tokens, reach * max(1, int(PARTIAL_BYTES / max(1, per_token * reach))))

@@ -166,6 +166,7 @@ if __name__ == "__main__":
         compile_whole_segments(head_dim)
     if is_all:
         compile_whole_segments(64, SKIP_INNER=True, FIRST=True, LAST=False, RATIOS=())
+        compile_whole_segments(64, RATIOS=(32, 128, 256))
     for has_mask in (True, False) if is_all else (True,):
         compile_decode(has_mask)
     compile_block_sparse(

@@ -199,21 +199,45 @@ def test_kernels_for_whole_segments_equal_the_general_ones(
     parts = torch.randn(2, 4096, 12, dims, device="cuda", dtype=dtype)
     q, k, v = parts[:, :, :6], parts[:, :, 6:9], parts[:, :, 9:]
     do = torch.randn_like(q)
-    results = []
-    for has_gluon in (True, False):
-        if not has_gluon:
-            monkeypatch.setattr(call, "has_kernels", lambda *_: False)
-            monkeypatch.setattr(dispatch, "_calls", dispatch.Call)
-        chosen = dispatch._call_of(q, k, None, pattern, True, 0.2)
-        assert (chosen.whole_segments is not None) is has_gluon
-        out, lse = dispatch.forward(q, k, v, None, pattern, True, 0.2)
-        results.append(
-            (out, lse, *dispatch.backward(do, q, k, v, out, lse, None, pattern, True, 0.2))
-        )
-    (out, lse, dq, dk, dv), (out_2, lse_2, dq_2, dk_2, dv_2) = results
+    (out, lse, dq, dk, dv), (out_2, lse_2, dq_2, dk_2, dv_2) = _by_both_kernels(
+        q, k, v, do, pattern, monkeypatch
+    )
     for ours, general in ((out, out_2), (lse, lse_2), (dk, dk_2), (dv, dv_2)):
         assert torch.equal(ours, general)
     assert (dq - dq_2).float().norm() <= 3e-4 * dq_2.float().norm()
+
+
+def _by_both_kernels(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, pattern: Dilated, monkeypatch: pytest.MonkeyPatch
+) -> list[tuple[Tensor, ...]]:
+    """The output, its log-sum-exp and the gradients by the kernels for whole segments, then not."""
+    results = []
+    for has_kernels in (True, False):
+        if not has_kernels:
+            monkeypatch.setattr(call, "has_kernels", lambda *_: False)
+            monkeypatch.setattr(dispatch, "_calls", dispatch.Call)
+        chosen = dispatch._call_of(q, k, None, pattern, True, 0.2)
+        assert (chosen.whole_segments is not None) is has_kernels
+        out, lse = dispatch.forward(q, k, v, None, pattern, True, 0.2)
+        gradients = dispatch.backward(do, q, k, v, out, lse, None, pattern, True, 0.2)
+        results.append((out, lse, *gradients))
+    return results
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [64, 128])
+def test_whole_segments_count_pairs_at_rates_beyond_a_tile(
+    dims: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The general kernels visit such a pattern branch by branch: the float32 log-sum-exp agrees."""
+    pattern = Dilated((16384, 16384, 32768), (1, 64, 128), first_head=90)
+    q, k, v, do = (
+        torch.randn(1, 32768, 3, dims, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    )
+    (_, lse, *ours), (_, lse_2, *general) = _by_both_kernels(q, k, v, do, pattern, monkeypatch)
+    torch.testing.assert_close(lse, lse_2, rtol=0, atol=1e-4)
+    for x, y in zip(ours, general, strict=True):
+        assert (x - y).float().norm() <= 4e-3 * y.float().norm()
 
 
 @pytest.mark.parametrize("device", DEVICES)

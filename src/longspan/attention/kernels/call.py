@@ -129,12 +129,12 @@ class Call:
 
     @cached_property
     def whole_segments(self) -> WholeSegments | None:
-        """The kernels for whole segments, where they serve: `dispatch` needs no others then."""
+        """The kernels for whole segments, where they serve."""
         is_plain = self.is_causal and not (self.has_ids or self.has_documents or self.blocks)
         if not is_plain or not has_kernels(self.device, self.dtype, self.head_dim):
             return None
         kernels = WholeSegments(
-            self.batch, self.heads, self.group, self.head_dim, self.first_head, self.schedule,
+            self.batch, self.heads, self.group, self.head_dim, self.first_head, self.branches,
             self.scale,
         )  # fmt: skip
         fit = all(kernels.fit(slab.stop - slab.start) for slab in self.slabs)

@@ -131,10 +131,10 @@ def _forward_slab(
     k_ids: Tensor, group: DocumentGroup | None = None,
 ) -> None:  # fmt: skip
     tokens = out.shape[1]
-    partial = call.new_partial(tokens, group)
     if call.whole_segments is not None:
-        call.whole_segments.forward(q, k, v, out, partial, lse)
+        call.whole_segments.forward(q, k, v, out, lse)
         return
+    partial = call.new_partial(tokens, group)
     strides = q.stride()[:3], out.stride()[:3], _partial_strides(partial)
     row_strides = lse.stride(1), q_ids.stride(0) if call.has_ids else 0
     work, described = call.work("forward", group, lse), (k.stride(), v.stride())
@@ -221,8 +221,7 @@ def _backward_slab(call: Call, inputs: _Inputs, dq: Tensor, dk: Tensor, dv: Tens
         _dkdv_slab(call, inputs, dk, dv)
         return
     q, k, v, do, lse, delta, *_ = inputs
-    partial_k, partial_v = call.new_partial(dk.shape[1]), call.new_partial(dk.shape[1])
-    call.whole_segments.backward(do, q, k, v, lse, delta, dq, dk, dv, partial_k, partial_v)
+    call.whole_segments.backward(do, q, k, v, lse, delta, dq, dk, dv)
 
 
 def _dq_slab(call: Call, inputs: _Inputs, dq: Tensor, group: DocumentGroup | None = None) -> None:

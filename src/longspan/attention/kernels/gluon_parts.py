@@ -44,3 +44,33 @@ def log_counts(row, shift, RATIOS: gl.constexpr):
     for j in gl.static_range(len(RATIOS)):
         count += gl.where((row + shift) % RATIOS[j] == 0, 1.0, 0.0)
     return gl.log2(count)
+
+
+@gluon.jit
+def log_counts_in_tile(i, shift, RATIOS: gl.constexpr, TILE: gl.constexpr):
+    """`log_counts` of the rows i of any tile, which begins at a multiple of TILE.
+
+    Only for ratios up to TILE: the sparser branches keep at most the row `is_sparse` of a tile.
+    """
+    count = gl.full(i.shape, 1.0, gl.float32, layout=i.type.layout)
+    for j in gl.static_range(len(RATIOS)):
+        if RATIOS[j] <= TILE:
+            count += gl.where((i + shift) % RATIOS[j] == 0, 1.0, 0.0)
+    return gl.log2(count), (i + shift) % TILE == 0
+
+
+@gluon.jit
+def with_sparse_row(
+    log_count, is_sparse, first, shift, RATIOS: gl.constexpr, TILE: gl.constexpr
+):  # fmt: skip
+    """`log_counts` of the tile that begins with row `first`."""
+    if len(RATIOS) > 0 and RATIOS[len(RATIOS) - 1] > TILE:
+        row = first + (-shift) % TILE + shift  # shift is at most 0
+        count = 1.0
+        for j in gl.static_range(len(RATIOS)):
+            if RATIOS[j] <= TILE:
+                count += 1.0
+            else:
+                count += gl.where(row % RATIOS[j] == 0, 1.0, 0.0)
+        log_count = gl.where(is_sparse, gl.log2(count), log_count)
+    return log_count

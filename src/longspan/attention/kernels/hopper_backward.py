@@ -23,8 +23,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from longspan.attention.kernels.gluon_parts import (
     async_add_shared_to_global,
     log_counts,
+    log_counts_in_tile,
     place,
     thread_barrier,
+    with_sparse_row,
 )
 
 # mypy: ignore-errors
@@ -73,8 +75,9 @@ def _add_dq(dq_value, dq, dq_tile, row, column):
 @gluon.jit
 def _step(
     dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, ds_tile,
-    dq_tile, dq, j, begin, origin, dq_column, col, k_log_count, q_log_count, scale_log2,
-    DIAGONAL: gl.constexpr, BIASED: gl.constexpr, TILE: gl.constexpr,
+    dq_tile, dq, j, begin, origin, dq_column, col, k_log_count, q_log_count,
+    is_sparse, shift, scale_log2,
+    DIAGONAL: gl.constexpr, RATIOS: gl.constexpr, TILE: gl.constexpr,
     STAGES: gl.constexpr, SCORES: gl.constexpr, GRADS: gl.constexpr, OPERAND: gl.constexpr,
     HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
@@ -90,7 +93,8 @@ def _step(
     qk = warpgroup_mma_wait(1, deps=[qk])
     lse_i = lse_tiles.index(buffer).load(ROW)
     qk = qk * scale_log2
-    if BIASED:
+    if len(RATIOS) > 0:
+        q_log_count = with_sparse_row(q_log_count, is_sparse, m, shift, RATIOS, TILE)
         qk += gl.minimum(k_log_count[:, None], q_log_count[None, :])
     if DIAGONAL:
         row = m + gl.arange(0, TILE, layout=ROW)
@@ -126,14 +130,12 @@ def _consume(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, GRADS, 2)
     LANES: gl.constexpr = HEAD_DIM // 8  # of a warp, for one row of 16-byte stores
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    BIASED: gl.constexpr = len(RATIOS) > 0
     dk_acc = gl.zeros([TILE, HEAD_DIM], gl.float32, layout=GRADS)
     dv_acc = gl.zeros([TILE, HEAD_DIM], gl.float32, layout=GRADS)
     col = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
     k_log_count = log_counts(col, shift, RATIOS)
-    # Tiles begin at multiples of the ratios.
-    m_index = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
-    q_log_count = log_counts(m_index, shift, RATIOS)
+    i = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
+    q_log_count, is_sparse = log_counts_in_tile(i, shift, RATIOS, TILE)
     # Of the queries before its keys, a tile sees none.
     SKIPPED: gl.constexpr = 0 if SKIP_INNER else INDEX * TILE // TILE
     if SKIPPED > 0:
@@ -144,22 +146,22 @@ def _consume(
         dk_acc, dv_acc = _step(
             dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles,
             ready, free, ds_tile, dq_tile, dq, SKIPPED, begin, origin, dq_column, col, k_log_count,
-            q_log_count, scale_log2, not SKIP_INNER, BIASED, TILE, STAGES, SCORES, GRADS,
-            OPERAND, HEAD_DIM,
+            q_log_count, is_sparse, shift, scale_log2, not SKIP_INNER, RATIOS, TILE, STAGES, SCORES,
+            GRADS, OPERAND, HEAD_DIM,
         )  # fmt: skip
         for j in range(SKIPPED + 1, steps):
             dk_acc, dv_acc = _step(
                 dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles,
                 ready, free, ds_tile, dq_tile, dq, j, begin, origin, dq_column, col, k_log_count,
-                q_log_count, scale_log2, False, BIASED, TILE, STAGES, SCORES, GRADS,
-                OPERAND, HEAD_DIM,
+                q_log_count, is_sparse, shift, scale_log2, False, RATIOS, TILE, STAGES, SCORES,
+                GRADS, OPERAND, HEAD_DIM,
             )  # fmt: skip
 
     row = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, GRADS))
     position = rho + row * rate
     partial_row = position // partial_rate
     has_partial = row >= 0
-    if BIASED:
+    if len(RATIOS) > 0:
         has_partial = (row + shift) % RATIOS[0] == 0
     _accumulate(
         dk_acc * softmax_scale, dk, partial_k, dk_strides, partial_strides, batch, position,

@@ -20,7 +20,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from longspan.attention.kernels.gluon_parts import log_counts, place, thread_barrier
+from longspan.attention.kernels.gluon_parts import (
+    log_counts,
+    log_counts_in_tile,
+    place,
+    thread_barrier,
+    with_sparse_row,
+)
 
 # mypy: ignore-errors
 
@@ -35,12 +41,13 @@ def _load_keys(x, row, column, ready, tiles, j, pred):
 
 @gluon.jit
 def _softmax(
-    qk, l_i, m_i, row, n, q_log_count, k_log_count, scale_log2, DIAGONAL: gl.constexpr,
-    BIASED: gl.constexpr, TILE: gl.constexpr,
+    qk, l_i, m_i, row, n, q_log_count, k_log_count, is_sparse, shift, scale_log2,
+    DIAGONAL: gl.constexpr, RATIOS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """P of a tile of scores, and what earlier results are multiplied by."""
     qk = qk * scale_log2
-    if BIASED:
+    if len(RATIOS) > 0:
+        k_log_count = with_sparse_row(k_log_count, is_sparse, n, shift, RATIOS, TILE)
         qk += gl.minimum(q_log_count[:, None], k_log_count[None, :])
     if DIAGONAL:
         col = n + gl.arange(0, TILE, layout=gl.SliceLayout(0, qk.type.layout))
@@ -54,8 +61,9 @@ def _softmax(
 @gluon.jit
 def _forward_step(
     acc, p_operand, l_i, m_i, q_tile, k_tiles, v_tiles, k_ready, v_ready, k, v, j, steps, k_origin,
-    k_column, v_origin, v_column, begin, row, q_log_count, k_log_count, scale_log2,
-    DIAGONAL: gl.constexpr, BIASED: gl.constexpr, TILE: gl.constexpr,
+    k_column, v_origin, v_column, begin, row, q_log_count, k_log_count, is_sparse,
+    shift, scale_log2,
+    DIAGONAL: gl.constexpr, RATIOS: gl.constexpr, TILE: gl.constexpr,
     SCORES: gl.constexpr, RESULT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
     """The scores of tile j, whose softmax overlaps the product of P and V of tile j − 1."""
@@ -71,7 +79,8 @@ def _forward_step(
     acc = warpgroup_mma(p_operand, v_tiles.index((j - 1) % 2), acc, is_async=True)
     qk = warpgroup_mma_wait(1, deps=[qk])
     p, l_i, m_i, alpha = _softmax(
-        qk, l_i, m_i, row, n, q_log_count, k_log_count, scale_log2, DIAGONAL, BIASED, TILE
+        qk, l_i, m_i, row, n, q_log_count, k_log_count, is_sparse, shift, scale_log2, DIAGONAL,
+        RATIOS, TILE,
     )  # fmt: skip
     acc = warpgroup_mma_wait(0, deps=[acc])
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, RESULT))
@@ -92,7 +101,6 @@ def forward(
     OPERAND: gl.constexpr = gl.DotOperandLayout(0, RESULT, 2)
     LANES: gl.constexpr = HEAD_DIM // 8
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
-    BIASED: gl.constexpr = len(RATIOS) > 0
     DIAGONAL: gl.constexpr = not SKIP_INNER
     batch, head = gl.program_id(1) // heads, gl.program_id(1) % heads
     length = inner if SKIP_INNER else segment
@@ -130,9 +138,8 @@ def forward(
         ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
         row = first + gl.arange(0, TILE, layout=ROWS)
         q_log_count = log_counts(row, shift, RATIOS)
-        # Tiles begin at multiples of the ratios.
-        columns = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
-        k_log_count = log_counts(columns, shift, RATIOS)
+        i = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
+        k_log_count, is_sparse = log_counts_in_tile(i, shift, RATIOS, TILE)
         lse_rows = lse + gl.program_id(1).to(gl.int64) * lse_stride + rho + row * rate
         result_row = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, RESULT))
         partial_row = (rho + result_row * rate) // partial_rate
@@ -156,8 +163,8 @@ def forward(
         mbarrier.wait(k_ready.index(0), 0)
         qk = warpgroup_mma(q_tile, k_tiles.index(0).permute([1, 0]), zero, use_acc=False)
         p, l_i, m_i, alpha = _softmax(
-            qk, l_i, m_i, row, begin, q_log_count, k_log_count, scale_log2, DIAGONAL, BIASED,
-            TILE,
+            qk, l_i, m_i, row, begin, q_log_count, k_log_count, is_sparse, shift, scale_log2,
+            DIAGONAL, RATIOS, TILE,
         )  # fmt: skip
         p_operand = gl.convert_layout(p.to(k.dtype), OPERAND)
         alpha = gl.convert_layout(alpha, gl.SliceLayout(1, RESULT))
@@ -166,13 +173,14 @@ def forward(
             acc, p_operand, l_i, m_i = _forward_step(
                 acc, p_operand, l_i, m_i, q_tile, k_tiles, v_tiles, k_ready, v_ready, k, v, j,
                 steps, k_origin, k_column, v_origin, v_column, begin, row, q_log_count, k_log_count,
-                scale_log2, False, BIASED, TILE, SCORES, RESULT, OPERAND,
+                is_sparse, shift, scale_log2, False, RATIOS, TILE, SCORES, RESULT, OPERAND,
             )  # fmt: skip
         if DIAGONAL and steps > 1:
             acc, p_operand, l_i, m_i = _forward_step(
                 acc, p_operand, l_i, m_i, q_tile, k_tiles, v_tiles, k_ready, v_ready, k, v,
                 steps - 1, steps, k_origin, k_column, v_origin, v_column, begin, row, q_log_count,
-                k_log_count, scale_log2, True, BIASED, TILE, SCORES, RESULT, OPERAND,
+                k_log_count, is_sparse, shift, scale_log2, True, RATIOS, TILE, SCORES, RESULT,
+                OPERAND,
             )  # fmt: skip
         last = steps - 1
         mbarrier.wait(v_ready.index(last % 2), last // 2 % 2)

@@ -37,19 +37,23 @@ class BranchSchedule:
         return self.is_nested and self.branches[-1].rate == 1
 
 
-def schedule_branches(branches: Sequence[tuple[int, int]], has_blocks: bool) -> BranchSchedule:
+def schedule_branches(
+    branches: Sequence[tuple[int, int]], has_blocks: bool, max_ratio: int | None = 32
+) -> BranchSchedule:
     """Order branches (segment length, rate); nested ones skip the pairs of inner branches.
 
     Nested: every segment consists of whole inner ones, and every rate is a multiple of the inner
-    ones and divides every segment. A key's multiplicity must also repeat within a tile of 32.
+    ones and divides every segment. The ratio of the largest rate to the smallest must also be a
+    power of two, at most `max_ratio` if it is given: a key's multiplicity repeats within a tile.
     """
     dense_to_sparse = sorted(branches)
     widest, sparsest = dense_to_sparse[-1]
-    pairs = list(pairwise(dense_to_sparse))
+    pairs, ratio = list(pairwise(dense_to_sparse)), sparsest // dense_to_sparse[0][1]
     is_nested = (
         all(w % v == 0 and r % s == 0 for (v, s), (w, r) in pairs)
         and all(w % sparsest == 0 for w, _ in dense_to_sparse)
-        and 32 % (sparsest // dense_to_sparse[0][1]) == 0
+        and ratio.bit_count() == 1
+        and (max_ratio is None or ratio <= max_ratio)
         and not (has_blocks and pairs)
     )
     last = len(dense_to_sparse) - 1

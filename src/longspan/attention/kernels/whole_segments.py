@@ -16,10 +16,10 @@ from torch import Tensor
 
 from longspan.attention.kernels.block_sparse import LOG2_E
 from longspan.attention.kernels.launch import Launch, Tiles, has_gluon, launch_all
-from longspan.attention.kernels.schedule import BranchSchedule
+from longspan.attention.kernels.schedule import BranchSchedule, schedule_branches
 
 TILE = 64
-"""Rows of a tile of queries and of keys; a program has two tiles of queries or of keys."""
+"""Rows of a tile of queries and of keys."""
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -36,8 +36,12 @@ class WholeSegments:
     group: int
     head_dim: int
     first_head: int
-    schedule: BranchSchedule
+    branches: tuple[tuple[int, int], ...]  # (segment length, rate)
     scale: float
+
+    @cached_property
+    def schedule(self) -> BranchSchedule:
+        return schedule_branches(self.branches, has_blocks=False, max_ratio=None)
 
     def fit(self, tokens: int) -> bool:
         """Whether so many tokens are whole segments, each of whole tiles."""
@@ -46,13 +50,12 @@ class WholeSegments:
             for b in self.schedule.branches
         )
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, partial: Tensor, lse: Tensor
-    ) -> None:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Compute `out` and `lse` (batch, heads, tokens), which is −inf.
 
-        q, k, v, out (batch, tokens, heads, head_dim); `partial` as in `branch`.
+        q, k, v, out (batch, tokens, heads, head_dim).
         """
+        partial = self._new_partial(q)
         q, k, v = (_as_matrix(x, self._largest_rate) for x in (q, k, v))
         strides = tuple(x.stride()[:3] for x in (q, k, v, out, partial))
         launches = self._launches("forward", q.shape[1], strides, lse.stride(1))
@@ -64,13 +67,14 @@ class WholeSegments:
 
     def backward(
         self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
-        dk: Tensor, dv: Tensor, partial_k: Tensor, partial_v: Tensor,
+        dk: Tensor, dv: Tensor,
     ) -> None:  # fmt: skip
         """Compute dq, dk and dv, the latter for each head of q; shapes as in `forward`.
 
         `lse` and `delta` are those of `branch.backward_preprocess`. Tiles of keys add to dq in
         float32, in any order: the last bits differ from one call to the next.
         """
+        partial_k, partial_v = self._new_partial(q), self._new_partial(q)
         q, k, v, do = (_as_matrix(x, self._largest_rate) for x in (q, k, v, do))
         dq_sum = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
         strides = tuple(x.stride()[:3] for x in (q, k, v, do, dk, partial_k))
@@ -84,6 +88,12 @@ class WholeSegments:
         ]  # fmt: skip
         launch_all(launches, pointers)
         torch.mul(dq_sum, self.scale, out=dq)
+
+    def _new_partial(self, q: Tensor) -> Tensor:
+        """Float32 (batch, every partial_rate-th token, heads, head_dim); empty for one branch."""
+        rows = q.shape[1] // self.schedule.partial_rate if len(self.branches) > 1 else 0
+        shape = self.batch, rows, self.heads, self.head_dim
+        return torch.empty(shape, dtype=torch.float32, device=q.device)
 
     @cached_property
     def _largest_rate(self) -> int:
