@@ -72,11 +72,14 @@ def activation_bytes(model: Model, train: Train, width: int) -> int:
 
     `width`: bytes of an element in the run's precision.
     """
-    mode = train.activation_checkpointing
-    if mode == "full":  # the residual stream before the block
-        return (4 if train.residual_precision == "fp32" else width) * model.hidden
-    hidden, ffn = {"none": (10, 4), "selective": (6, 2)}[mode]
-    return width * (hidden * model.hidden + ffn * model.ffn)
+    stream = (4 if train.residual_precision == "fp32" else width) * model.hidden
+    saved = {
+        "none": width * (10 * model.hidden + 4 * model.ffn),
+        "selective": width * (6 * model.hidden + 2 * model.ffn),
+        "full": stream,  # before the block
+    }
+    modes = [train.checkpointing_of(block) for block in range(model.layers)]
+    return sum(saved[mode] for mode in modes) // model.layers
 
 
 def muon_flops(model: Model) -> float:

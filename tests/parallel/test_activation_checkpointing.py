@@ -40,6 +40,7 @@ CHANGES = [
     ["train.activation_checkpointing=full"],
     ["train.offload_activations=true"],
     ["train.activation_checkpointing=full", "train.offload_activations=true"],
+    ["train.activation_checkpointing=full", "train.recompute_layers=1"],
 ]
 
 

@@ -82,6 +82,7 @@ FULL, SELECTIVE = (f"train.activation_checkpointing={x}" for x in ("full", "sele
         (1, [BF16]),
         (1, [FP32, "train.micro_batch=2", "train.global_batch=4"]),
         (1, [BF16, SELECTIVE]),
+        (1, [BF16, FULL, "train.recompute_layers=1"]),
         (1, [BF16, FULL, "model.vocab=8192", "model.tie_embeddings=false"]),
         (4, [BF16]),
         (4, [FP32, FULL, "layout.zero=2", "train.global_batch=8"]),

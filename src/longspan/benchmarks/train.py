@@ -40,6 +40,8 @@ class Case:
     kind: str
     overrides: tuple[str, ...] = ()
     checkpointing: str = "none"
+    recompute_layers: int = 0
+    """With "full", of how many layers."""
     is_beside_plain: bool = False
 
     @property
@@ -59,6 +61,8 @@ class Case:
             f"attention.kind={self.kind}",
             *self.overrides,
         ]
+        if self.recompute_layers:
+            options.append(f"train.recompute_layers={self.recompute_layers}")
         if self.kind == "dilated":
             shortest = min(2048, self.context)
             rates = [1 << i for i in range((self.context // shortest).bit_length())]
@@ -79,11 +83,11 @@ GPU_CASES = [
     _gpu_case("125m", 8, 8, "dense", is_beside_plain=True),
     _gpu_case("125m", 8, 8, "dilated"),
     _gpu_case("125m", 64, 1, "dilated", is_beside_plain=True),
-    _gpu_case("125m", 1024, 1, "dilated", checkpointing="selective"),
-    _gpu_case("350m", 8, 4, "dilated", is_beside_plain=True),
-    _gpu_case("350m", 256, 1, "dilated", checkpointing="selective"),
-    _gpu_case("1.3b", 8, 1, "dilated", is_beside_plain=True),
-    _gpu_case("1.3b", 128, 1, "dilated", checkpointing="selective"),
+    _gpu_case("125m", 1024, 1, "dilated", checkpointing="full", recompute_layers=8),
+    _gpu_case("350m", 8, 8, "dilated", is_beside_plain=True),
+    _gpu_case("350m", 256, 1, "dilated", checkpointing="full", recompute_layers=6),
+    _gpu_case("1.3b", 8, 4, "dilated", is_beside_plain=True),
+    _gpu_case("1.3b", 128, 1, "dilated", checkpointing="full", recompute_layers=8),
 ]
 CPU_CASES = [
     Case("built-in", 512, 2, "dense", is_beside_plain=True),

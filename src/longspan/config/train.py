@@ -118,6 +118,9 @@ class Train(Section):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing (recomputation in the backward pass) of each block: "selective"
     saves only matrix products and attention, "full" saves only the block's input."""
+    recompute_layers: Positive | None = None
+    """With "full", the number of first blocks that it applies to; the others have "selective". The
+    fewer the memory allows, the faster the step. By default all."""
     offload_activations: bool = False
     """Offloads saved activations to CPU between the forward and backward passes; the copies overlap
     compute."""
@@ -140,6 +143,11 @@ class Train(Section):
     def has_auto_chunks(self) -> bool:
         """Whether `chunk_tokens` is "auto", before the number of processes is known."""
         return self._has_auto_chunks
+
+    def checkpointing_of(self, block: int) -> str:
+        """The mode of activation checkpointing of a block."""
+        is_first = self.recompute_layers is None or block < self.recompute_layers
+        return self.activation_checkpointing if is_first else "selective"
 
     def with_chunks(self, tokens: int | None) -> Train:
         """This section with chunks of so many tokens; None for those that are still to be chosen.

@@ -164,7 +164,7 @@ class ModuleSpec:
             )
         # The compiler updates buffers once by itself.
         wrap = partial(checkpointed, mode=mode, is_random=True, keeps_buffers=not compiles)
-        wrap_modules(model, self.blocks, wrap, compiles=compiles)
+        wrap_modules(model, self.blocks, lambda _, block: wrap(block), compiles=compiles)
         if compiles and not self.blocks:
             model.compile()
 

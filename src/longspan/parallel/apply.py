@@ -143,21 +143,24 @@ def apply_to_blocks(model: Decoder, train: Train, *, communicates: bool = False)
             ) from error
         # Chunks end where documents do, after any number of tokens.
         convert_to_fp8(model.blocks, pads=train.chunk_tokens > 0)
-    names = [f"blocks.{index}" for index in range(len(model.blocks))]
-    wrap = partial(
-        checkpointed,
-        mode=train.activation_checkpointing,
-        saves_attention=not train.chunk_tokens,
-        communicates=communicates,
-    )
+    modes = {f"blocks.{index}": train.checkpointing_of(index) for index in range(len(model.blocks))}
+
+    def wrap(name: str, block: nn.Module) -> nn.Module:
+        return checkpointed(
+            block,
+            modes[name],
+            saves_attention=not train.chunk_tokens,
+            communicates=communicates,
+        )
+
     fullgraph = not communicates and not train.chunk_tokens
-    wrap_modules(model, names, wrap, compiles=train.compile is True, fullgraph=fullgraph)
+    wrap_modules(model, modes, wrap, compiles=train.compile is True, fullgraph=fullgraph)
 
 
 def wrap_modules(
     model: nn.Module,
     names: Iterable[str],
-    wrap: Callable[[nn.Module], nn.Module],
+    wrap: Callable[[str, nn.Module], nn.Module],
     *,
     compiles: bool,
     fullgraph: bool = False,
@@ -175,7 +178,7 @@ def wrap_modules(
         raise_recompile_limit(GRAPHS_PER_MODULE * len(names))
     for name in names:
         parent, _, child = name.rpartition(".")
-        wrapped = wrap(model.get_submodule(name))
+        wrapped = wrap(name, model.get_submodule(name))
         if compiles:
             wrapped.compile(fullgraph=fullgraph)
         model.get_submodule(parent).register_module(child, wrapped)

@@ -90,7 +90,7 @@ class Activations:
         """The activations of a block; blocks differ in their patterns and the ranks of their linear
         layers.
         """
-        mode, e = self._run.train.activation_checkpointing, self.width
+        mode, e = self._run.train.checkpointing_of(block), self.width
         saved = self._saved(block)
         kept = {"none": saved, "selective": self._selective(block), "full": {}}[mode]
         recomputed = sum(saved.values()) - sum(kept.values()) if mode != "none" else 0

@@ -195,12 +195,13 @@ def tensor_dim(model: Model, name: str) -> int | None:
     return 0
 
 
-def _block_kinds(run: Run) -> list[tuple[Pattern, Shape, tuple[str, ...]]]:
-    """What blocks may differ in, of each: the pattern, the ranks of their linear layers, and the
-    names of frozen parameters.
+def _block_kinds(run: Run) -> list[tuple[Pattern, Shape, tuple[str, ...], str]]:
+    """What blocks may differ in, of each: the pattern, the ranks of their linear layers, the names
+    of frozen parameters, and activation checkpointing.
     """
     patterns = patterns_of(run.attention, run.model.layers)
-    return list(zip(patterns, _linear_ranks(run.model), _frozen(run), strict=True))
+    modes = [run.train.checkpointing_of(block) for block in range(run.model.layers)]
+    return list(zip(patterns, _linear_ranks(run.model), _frozen(run), modes, strict=True))
 
 
 def _frozen(run: Run) -> list[tuple[str, ...]]:

@@ -238,11 +238,9 @@ def _layer(
     if not shape.is_compiled:
         traffic *= rates.eager_traffic
     parameters = sum(i * o for i, o in linear_sizes(model).values()) / shape.tensor
-    again = {
-        "none": 0.0,
-        "selective": FORWARD_TRAFFIC * traffic,
-        "full": forward + attention + FORWARD_TRAFFIC * traffic,
-    }[train.activation_checkpointing]
+    modes = Counter(train.checkpointing_of(block) for block in range(model.layers))
+    again = FORWARD_TRAFFIC * traffic * (1 - modes["none"] / model.layers)
+    again += (forward + attention) * modes["full"] / model.layers  # of the average block
     found = {
         "matrix products": forward + backward,
         "attention": attention * (1 + ATTENTION_BACKWARD),

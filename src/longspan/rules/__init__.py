@@ -31,6 +31,7 @@ from longspan.rules.model import (
 )
 from longspan.rules.parameter_precision import parameter_precision_rules
 from longspan.rules.problem import Problem, Problems
+from longspan.rules.recomputation import recomputation_rules
 from longspan.rules.residual import residual_rules
 from longspan.rules.train import engine_rules, track_rules, train_rules
 
@@ -68,6 +69,7 @@ DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     chunk_layout_rules,
     residual_rules,
     parameter_precision_rules,
+    recomputation_rules,
     fp8_rules,
     fp8_layout_rules,
 )

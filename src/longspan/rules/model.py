@@ -255,6 +255,11 @@ def factory_rules(model: Model, train: Train) -> Problems:
     if train.residual_precision != "fp32":
         message = 'is not supported with model.factory, whose blocks decide it: use "fp32"'
         yield Problem("train.residual_precision", message)
+    if train.recompute_layers is not None:
+        message = (
+            "is not supported with model.factory, of whose layers we know little: leave it out"
+        )
+        yield Problem("train.recompute_layers", message)
     if train.parameter_precision != "fp32":
         message = 'is not supported with model.factory: use "fp32"'
         yield Problem("train.parameter_precision", message)

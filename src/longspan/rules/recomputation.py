@@ -1,0 +1,22 @@
+"""What `train.recompute_layers` asks of the other keys."""
+
+from __future__ import annotations
+
+from longspan.config import Engine, Layout, Model, Train
+from longspan.rules.problem import Problem, Problems
+
+
+def recomputation_rules(train: Train, model: Model, engine: Engine, layout: Layout) -> Problems:
+    count, mode = train.recompute_layers, train.activation_checkpointing
+    if count is None:
+        return
+    refused = {
+        f'needs train.activation_checkpointing = "full", but it is "{mode}"': mode != "full",
+        f"is more than the {model.layers} layers of the model": count > model.layers,
+        f'needs engine.name = "native", but it is "{engine.name}"': engine.name != "native",
+        "is not supported with layout.pipeline, whose ranks hold different layers": layout.pipeline
+        not in (0, 1),
+    }
+    for message, holds in refused.items():
+        if holds:
+            yield Problem("train.recompute_layers", f"{count} {message}: leave it out")
