@@ -189,7 +189,6 @@ def test_the_same_input_gives_the_same_bits_if_asked_for() -> None:
         Dilated((1024, 4096), (1, 4), first_head=3),
         Dilated((2048, 4096), (1, 16)),
         Dilated((512, 1024), (2, 4)),  # rows that no branch keeps
-        Dilated((4096,), (1,)),
     ],
 )
 def test_kernels_for_whole_segments_equal_the_general_ones(
