@@ -64,7 +64,7 @@ def final(run_dir: Path, steps: int) -> dict[str, torch.Tensor]:
 
 
 def test_a_run_resumes_with_the_same_8_bit_moments(tmp_path: Path) -> None:
-    """A checkpoint has them in 32 bits. Rounded to 8 bits again, a few in 100,000 lie between two."""
+    """Checkpoints hold them in 32 bits; rounded to 8 again, a few in 100,000 lie between two."""
     train_eagerly(run_of(EIGHT_BIT, steps=6), tmp_path / "whole")
     train_eagerly(run_of(EIGHT_BIT, steps=3), tmp_path / "resumed")
     train_eagerly(run_of(EIGHT_BIT, steps=6), tmp_path / "resumed", resume=True)

@@ -68,7 +68,7 @@ def _chart(title: str, lines: Mapping[str, Line], left: int, axis: str, top: flo
     ]
     for tick in ticks:
         x, y = at(2**low_x, tick)
-        label = f"{tick:g}"
+        label = f"{tick:,.0f}" if tick >= 1000 else f"{tick:g}"
         elements.append(
             f'<line x1="{x}" y1="{y}" x2="{x + inner_width}" y2="{y}" stroke="#e4e7eb"/>'
             f'<text x="{x - 6}" y="{y + 4}" text-anchor="end" fill="#57606a">{label}</text>'
