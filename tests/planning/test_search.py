@@ -37,11 +37,18 @@ def test_factorizations_are_all_tuples_with_that_product() -> None:
 def test_the_first_is_the_fastest_of_all_that_the_rules_allow_and_that_fit(gib: int) -> None:
     run, device, world = any_run(), replace(H100, memory=gib * GIB), 4
     best: dict[tuple[int, ...], float] = {}
-    for ranks, zero, size, mode in itertools.product(
-        factorizations(world, len(AXES)), (1, 2, 3), (1, 2, 4, 8), ("none", "selective", "full")
+    quarter = -(-run.model.layers // 4)
+    counts = (*range(quarter, run.model.layers, quarter), None)
+    modes = [("none", None), ("selective", None), *(("full", count) for count in counts)]
+    for ranks, zero, size, (mode, count) in itertools.product(
+        factorizations(world, len(AXES)), (1, 2, 3), (1, 2, 4, 8), modes
     ):
         layout = {**dict(zip(AXES, ranks, strict=True)), "zero": zero}
-        train = {"micro_batch": size, "activation_checkpointing": mode}
+        train = {
+            "micro_batch": size,
+            "activation_checkpointing": mode,
+            "recompute_layers": count,
+        }
         one = run.model_copy(
             update={
                 "layout": run.layout.model_copy(update=layout),

@@ -15,7 +15,7 @@ from longspan.hardware import Device, cpu_device, device_of, find_device, may_ha
 from longspan.planning.chunks import chunk_sizes
 from longspan.planning.memory import memory_per_rank
 from longspan.planning.run_time import with_precision
-from longspan.planning.search import TRAIN_KEYS, Search, search, usable_memory
+from longspan.planning.search import TRAIN_KEYS, Search, mode_text, search, usable_memory
 from longspan.rules import check_rules
 
 SHOWN = 8
@@ -96,8 +96,11 @@ def this_device(run: Run, world: int) -> Device:
 
 
 def _why(found: Search, fixed: list[str]) -> str:
-    words = {"micro_batch": "micro-batch", "activation_checkpointing": "activation checkpointing"}
     train = found.best.run.train
-    chosen = [f"{word} {getattr(train, key)}" for key, word in words.items() if key not in fixed]
+    words = {
+        "micro_batch": f"micro-batch {train.micro_batch}",
+        "activation_checkpointing": f"activation checkpointing {mode_text(train)}",
+    }
+    chosen = [word for key, word in words.items() if key not in fixed]
     text = ", ".join(["the fastest predicted of those that fit", *chosen])
     return "; ".join([text, *found.why()[:1]])

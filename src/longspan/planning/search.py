@@ -17,7 +17,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from longspan.config import AXES, Layout, Run
+from longspan.config import AXES, Layout, Run, Train
 from longspan.hardware import Device
 from longspan.planning.memory import memory_per_rank
 from longspan.planning.parameters import Degrees
@@ -40,10 +40,12 @@ ALLOWANCE = 1.5 * GIB
 """Of a GPU's memory, for its context, libraries and what the plan does not see."""
 SHOWN = 10
 """Layouts in the table."""
-MICRO_BATCH, CHECKPOINTING = TRAIN_KEYS = ("micro_batch", "activation_checkpointing")
+MICRO_BATCH, CHECKPOINTING, RECOMPUTED = TRAIN_KEYS = (
+    "micro_batch",
+    "activation_checkpointing",
+    "recompute_layers",
+)
 """What is searched besides the layout."""
-MODES = ("none", "selective", "full")
-"""Activation checkpointing, the fastest first."""
 REFUSED = 50
 """Candidates that do not fit, of which is told how fast they would be."""
 MAX_MICRO_BATCHES = 8
@@ -244,7 +246,7 @@ def _search(
         refused.append((candidate, time))
         for smaller in _smaller(candidate, gpus, fixed):
             train = smaller.train
-            key = (ranks, smaller.layout.zero, train.micro_batch, train.activation_checkpointing)
+            key = (ranks, smaller.layout.zero, *(getattr(train, name) for name in TRAIN_KEYS))
             if key not in seen:
                 seen.add(key)
                 put(smaller)
@@ -275,7 +277,6 @@ def first_candidates(
     """The layouts of `gpus` devices that the rules allow, with the same global batch: for each size
     of micro-batch the fastest, which shards and recomputes least.
     """  # fmt: skip
-    mode = run.train.activation_checkpointing if CHECKPOINTING in fixed else MODES[0]
     for ranks in factorizations(gpus, len(AXES)):
         axes = dict(zip(AXES, ranks, strict=True))
         per_rank, rest = divmod(run.train.global_batch, axes["replicate"] * axes["shard"])
@@ -285,7 +286,9 @@ def first_candidates(
         if _uses_zero(layout, gpus):
             layout = layout.model_copy(update={"zero": 1})
         for size in [run.train.micro_batch] if MICRO_BATCH in fixed else _micro_batches(per_rank):
-            update = {MICRO_BATCH: size, CHECKPOINTING: mode}
+            update: dict[str, Any] = {MICRO_BATCH: size}
+            if CHECKPOINTING not in fixed:
+                update |= {CHECKPOINTING: "none", RECOMPUTED: None}
             train = run.train.model_copy(update=update)
             candidate = run.model_copy(update={"layout": layout, "train": train})
             if _is_allowed(candidate, gpus):
@@ -298,11 +301,26 @@ def _smaller(candidate: Run, gpus: int, fixed: Collection[str]) -> Iterator[Run]
     if _uses_zero(layout, gpus) and layout.zero < 3:
         more = layout.model_copy(update={"zero": layout.zero + 1})
         yield from _allowed(candidate.model_copy(update={"layout": more}), gpus, fixed)
-    mode = train.activation_checkpointing
-    if CHECKPOINTING not in fixed and mode != MODES[-1]:
-        following = MODES[MODES.index(mode) + 1]
-        train = train.model_copy(update={CHECKPOINTING: following})
+    update = _more_recomputation(train, candidate.model.layers)
+    if update and CHECKPOINTING not in fixed:
+        train = train.model_copy(update=update)
         yield from _allowed(candidate.model_copy(update={"train": train}), gpus, fixed)
+
+
+def _more_recomputation(train: Train, layers: int) -> dict[str, Any]:
+    """The next step of activation checkpointing: "full" in quarters of the layers. None after all.
+
+    Each step saves memory and takes longer.
+    """
+    if train.activation_checkpointing == "none":
+        return {CHECKPOINTING: "selective"}
+    quarter = -(-layers // 4)
+    if train.activation_checkpointing == "selective":
+        return {CHECKPOINTING: "full", RECOMPUTED: quarter if quarter < layers else None}
+    if train.recompute_layers is None:
+        return {}
+    count = train.recompute_layers + quarter
+    return {RECOMPUTED: count if count < layers else None}
 
 
 def _last(candidate: Run, gpus: int, fixed: Collection[str]) -> Run:
@@ -362,11 +380,13 @@ def layout_text(run: Run, gpus: int) -> str:
 
 
 def _train_text(run: Run) -> str:
-    train = run.train
-    return (
-        f"micro-batch {train.micro_batch}, activation checkpointing "
-        f"{train.activation_checkpointing}"
-    )
+    return f"micro-batch {run.train.micro_batch}, activation checkpointing {mode_text(run.train)}"
+
+
+def mode_text(train: Train) -> str:
+    """The mode of activation checkpointing, in words."""
+    count = train.recompute_layers
+    return f"{train.activation_checkpointing}{f' of {count} layers' if count else ''}"
 
 
 def _because(slower: RunTime, faster: RunTime) -> str:
