@@ -114,7 +114,7 @@ def test_the_dense_pattern_equals_eager_attention() -> None:
     found = logits_and_gradients(model, tokens)
     model.set_attn_implementation("eager")
     expected = logits_and_gradients(model, tokens)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=5e-6)
 
 
 def test_sinks_and_layers_are_those_of_gpt_oss() -> None:

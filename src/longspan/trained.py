@@ -32,7 +32,14 @@ from longspan.runfile import ONE_PROCESS, RUN_FILE, load_run, saved_run_file
 from longspan.runfile.reading import parse_override
 from longspan.wording import toml_value
 
-HERE = ["train.device=auto", "train.precision=auto", "train.fp8=false", *ONE_PROCESS]
+HERE = [
+    "train.device=auto",
+    "train.precision=auto",
+    "train.parameter_precision=fp32",
+    "train.residual_precision=fp32",
+    "train.fp8=false",
+    *ONE_PROCESS,
+]
 """Overrides with which a run's model is used on this machine, in one process."""
 
 

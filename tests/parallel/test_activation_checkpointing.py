@@ -180,7 +180,7 @@ class Wider(nn.Module):
 def test_a_model_of_many_different_blocks_is_compiled_whole() -> None:
     model = nn.Sequential(*map(Wider, range(3, 15)))
     names = [name for name, _ in model.named_children()]
-    apply.wrap_modules(model, names, lambda module: module, compiles=True, fullgraph=True)
+    apply.wrap_modules(model, names, lambda _, module: module, compiles=True, fullgraph=True)
     assert model(torch.ones(2, 3)).shape == (2, 15)  # a block that is not compiled raises
 
 

@@ -128,3 +128,17 @@ def test_of_layouts_that_are_equally_fast_the_simplest_is_taken(processes: int) 
     """As measured on eight CPU processes: DDP is the fastest of ten layouts."""
     options = ["layout=auto", "train.device=cpu"]
     assert load_run(None, options, world=processes).layout.replicate == processes
+
+
+def test_layers_that_a_run_recomputes_do_not_count_for_other_modes() -> None:
+    recomputed = ("train.activation_checkpointing=full", "train.recompute_layers=1")
+    found = search(any_run(*recomputed), 4, H100)
+    assert found.as_dict() == search(any_run(), 4, H100).as_dict()
+
+
+def test_stages_are_not_searched_if_the_first_layers_are_recomputed() -> None:
+    run = any_run("train.activation_checkpointing=full", "train.recompute_layers=1")
+    found = search(run, 4, H100, fixed=["activation_checkpointing", "recompute_layers"])
+    assert found.ranked
+    assert all(x.run.layout.pipeline == 1 for x in found.ranked)
+    assert all(x.run.train.recompute_layers == 1 for x in found.ranked)

@@ -81,6 +81,7 @@ def test_rounding_is_unbiased() -> None:
         (["layout.shard=2", "train.micro_batch=1"], 2, "needs one process"),
         (["layout.offload=true"], 1, "not supported with layout.offload"),
         (["train.micro_batch=1"], 1, "needs one micro-batch per step"),
+        (["train.halve_on_oom=true"], 1, "is not supported with train.halve_on_oom"),
         (["train.chunk_tokens=64"], 1, "not supported with train.chunk_tokens"),
         (["model.lora.rank=4"], 1, "not supported with model.lora"),
         (["model.linear=sketched"], 1, 'needs model.linear = "dense"'),

@@ -146,8 +146,9 @@ class Train(Section):
 
     def checkpointing_of(self, block: int) -> str:
         """The mode of activation checkpointing of a block."""
-        is_first = self.recompute_layers is None or block < self.recompute_layers
-        return self.activation_checkpointing if is_first else "selective"
+        mode, count = self.activation_checkpointing, self.recompute_layers
+        is_recomputed = mode != "full" or count is None or block < count
+        return mode if is_recomputed else "selective"
 
     def with_chunks(self, tokens: int | None) -> Train:
         """This section with chunks of so many tokens; None for those that are still to be chosen.

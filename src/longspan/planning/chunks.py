@@ -89,8 +89,9 @@ def row_bytes(run: Run, ranks: Mapping[str, int]) -> dict[str, int]:
             read += width * vectors * most
         if not isinstance(pattern, Dense | Dilated):  # which has them in one piece with its own
             read += width * vectors * heads.keys * train.chunk_tokens
-    if train.activation_checkpointing == "full":
-        read //= model.layers
+    modes = [train.checkpointing_of(block) for block in range(model.layers)]
+    if full := modes.count("full"):  # of which one block at a time has its rows
+        read = read * (model.layers - full + 1) // model.layers
     return {ROWS: kept, "rows that a chunk reads": read, "gradients of rows": gradients}
 
 

@@ -162,6 +162,9 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
     if train.activation_checkpointing != "full":
         change = _set("train", activation_checkpointing="full")
         yield f"{checkpointing}=full", "a second forward pass, about a third", change, 1
+    if train.recompute_layers is not None:
+        change = _set("train", recompute_layers=None)
+        yield "without train.recompute_layers", "a second forward pass of all layers", change, 1
     if not train.offload_activations:
         change = _set("train", offload_activations=True)
         cost = "copies to the CPU and back, beside compute"

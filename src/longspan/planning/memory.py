@@ -217,7 +217,10 @@ def _moments(
     for block, copies in blocks:
         for name, size in block.kept.items():
             kept[name] = kept.get(name, 0) + copies * size
-    workspace = max(block.workspace for block, _ in blocks)
+    workspace = freed = 0
+    for block, copies in reversed(blocks):  # the backward pass has freed what later ones keep
+        workspace = max(workspace, block.workspace - freed)
+        freed += copies * sum(block.kept.values())
     is_sharded = degrees.is_fsdp
     keeps_copies = not is_sharded and blocks[0][0].keeps_copies
     copies = width * counts.autocast if keeps_copies else 0

@@ -149,7 +149,9 @@ def compute_time(run: Run, gpus: int, device: Device, rates: RunRates) -> RunTim
 def _in_chunks(run: Run, chunks: Chunks, gpus: int, device: Device, rates: RunRates) -> RunTime:
     """Those of chunks, whose queries also see earlier keys, and another forward pass of most."""
     of_chunk, context = chunks.of_chunk, run.data.context
-    full = of_chunk.train.model_copy(update={"activation_checkpointing": "full"})
+    full = of_chunk.train.model_copy(
+        update={"activation_checkpointing": "full", "recompute_layers": None}
+    )
     twice = compute_time(of_chunk.model_copy(update={"train": full}), gpus, device, rates)
     found = compute_time(of_chunk, gpus, device, rates)
     patterns, tokens = patterns_of(run.attention, run.model.layers), run.train.chunk_tokens

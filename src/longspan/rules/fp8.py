@@ -47,7 +47,8 @@ def fp8_layout_rules(train: Train, layout: Layout, data: Data, world: int) -> Pr
     if ranks["pipeline"] > 1 and layout.schedule == "zbv":
         message = 'true is not supported with layout.schedule = "zbv": use false, or "1f1b"'
         yield Problem("train.fp8", message)
-    tokens = train.micro_batch * data.context // ranks["sequence"]
+    samples = 1 if train.halve_on_oom else train.micro_batch  # it may be halved down to one
+    tokens = samples * data.context // ranks["sequence"]
     if not train.chunk_tokens and tokens % MULTIPLE:  # chunks are padded
         yield Problem(
             "train.fp8",

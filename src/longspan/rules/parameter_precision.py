@@ -25,6 +25,8 @@ def parameter_precision_rules(
         f"{train.micro_batch}": train.global_batch > train.micro_batch,
         "is not supported with train.chunk_tokens, whose chunks sum gradients": is_chunked,
         "is not supported with train.fp8 = true": train.fp8,
+        "is not supported with train.halve_on_oom = true, which would sum bf16 gradients of more "
+        "micro-batches": train.halve_on_oom,
         "is not supported with model.lora": model.lora.rank > 0,
         f'needs model.linear = "dense", but it is "{model.linear}"': model.linear != "dense",
     }

@@ -16,7 +16,7 @@ def recomputation_rules(
     stages = layout.resolve(world)["pipeline"]
     refused = {
         f'needs train.activation_checkpointing = "full", but it is "{mode}"': mode != "full",
-        f"is more than the {model.layers} layers of the model": count > model.layers,
+        f"is more than model.layers = {model.layers}": count > model.layers,
         f'needs engine.name = "native", but it is "{engine.name}"': engine.name != "native",
         f"is not supported with the {stages} stages of layout.pipeline": stages > 1,
     }

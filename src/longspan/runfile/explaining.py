@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import NoneType
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -80,6 +81,8 @@ def explain(
     if detail["type"] == "literal_error":
         annotation = fields[loc[0]].annotation
         if get_origin(annotation) is tuple:  # of any number of choices
+            annotation = get_args(annotation)[0]
+        if NoneType in get_args(annotation):  # a choice that may be left out
             annotation = get_args(annotation)[0]
         choices = get_args(annotation)
         *others, last = map(toml_value, choices)
