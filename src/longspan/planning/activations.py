@@ -226,9 +226,11 @@ class Activations:
         per_token = FP32 * vector / schedule.partial_rate
         reach = math.lcm(schedule.reach, 4)
         slab = min(tokens, reach * max(1, int(PARTIAL_BYTES / max(1, per_token * reach))))
-        partials = 2 * math.ceil(per_token * slab) if len(pattern.branches) > 1 else 0
+        if len(pattern.branches) == 1:
+            return 0
         adds_to_dq = self.width < FP32 and blocks is None and schedule.is_nested
-        return partials + (math.ceil(FP32 * vector * slab) if adds_to_dq else 0)
+        sum_of_dq = math.ceil(FP32 * vector * slab) if adds_to_dq else 0
+        return 2 * math.ceil(per_token * slab) + sum_of_dq
 
     def rope_table(self) -> int:
         """Cosines and sines of a sequence's positions, float32."""
