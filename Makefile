@@ -44,7 +44,7 @@ elastic: $(VENV)/.development
 
 # Blocks compiled within sequence and tensor parallelism; make test compiles them in one process.
 compile: $(VENV)/.development
-	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/parallel/test_apply.py -k compiled
+	LONGSPAN_SLOW=1 $(BIN)/python -m pytest tests/parallel/test_apply.py tests/nn -k compiled
 
 # Layouts and engines in more combinations than `make test` has time for.
 parity: $(VENV)/.development

@@ -31,7 +31,7 @@ from longspan.wording import toml_value
 OF_MODEL = (
     *("model.", "attention.", "data.source", "data.mix", "data.context", "data.documents"),
     *("train.seed", "train.activation_checkpointing", "train.recompute_layers"),
-    *("train.compile", "train.fp8"),
+    *("train.compile", "train.fp8", "train.mlp_tile_tokens"),
 )
 """Keys of a run that decide its model."""
 OF_LAYOUT = (
@@ -63,8 +63,8 @@ def create_model(
     `create_model("run.toml", "model.hidden=256")(tokens, targets)`, both (batch, tokens), returns
     the summed cross-entropy; targets of −100 are ignored. Without targets it returns the logits
     (batch, tokens, vocab). The whole model is on `device`, by default the CPU. The run's
-    `train.fp8`, `train.activation_checkpointing`, `train.recompute_layers` and `train.compile =
-    true` apply to its blocks.
+    `train.fp8`, `train.mlp_tile_tokens`, `train.activation_checkpointing`, `train.recompute_layers`
+    and `train.compile = true` apply to its blocks.
 
     With `layout`, keys of [layout] that override the run's (`layout={"tensor": 2}`; `{}` takes the
     run's), each process of an initialised process group gets its share of the model: DDP, FSDP2,

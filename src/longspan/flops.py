@@ -73,9 +73,10 @@ def activation_bytes(model: Model, train: Train, width: int) -> int:
     `width`: bytes of an element in the run's precision.
     """
     stream = (4 if train.residual_precision == "fp32" else width) * model.hidden
+    ffn = 0 if train.mlp_tile_tokens else model.ffn  # tiles save nothing of it
     saved = {
-        "none": width * (10 * model.hidden + 4 * model.ffn),
-        "selective": width * (6 * model.hidden + 2 * model.ffn),
+        "none": width * (10 * model.hidden + 4 * ffn),
+        "selective": width * (6 * model.hidden + 2 * ffn),
         "full": stream,  # before the block
     }
     modes = [train.checkpointing_of(block) for block in range(model.layers)]

@@ -38,6 +38,7 @@ HERE = [
     "train.parameter_precision=fp32",
     "train.residual_precision=fp32",
     "train.fp8=false",
+    "train.mlp_tile_tokens=0",
     *ONE_PROCESS,
 ]
 """Overrides with which a run's model is used on this machine, in one process."""

@@ -5,7 +5,7 @@ Offload here takes tensors of any size; `test_activation_offload.py` has what it
 
 from __future__ import annotations
 
-from functools import partialmethod
+from functools import partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -41,6 +41,7 @@ CHANGES = [
     ["train.offload_activations=true"],
     ["train.activation_checkpointing=full", "train.offload_activations=true"],
     ["train.activation_checkpointing=full", "train.recompute_layers=1"],
+    ["train.offload_activations=true", "train.offload_limit_gib=0.0001"],
 ]
 
 
@@ -67,16 +68,21 @@ def test_weights_are_bitwise_equal(
 
 
 def compare_steps(rank: int, world: int, layout: str) -> bool:
-    """Whether two steps with each change end in the same local weights as without any."""
+    """Whether two steps with each change end in the same local weights as without any.
+
+    Of an MLP in tiles, which sums in another order, nearly the same.
+    """
     activation_offload.MIN_BYTES = 0
+    tiles = [] if "tensor" in layout else [["train.mlp_tile_tokens=24", *CHANGES[1]]]
     plain, *changed = (
         run_steps(rank, world, run_of(layout, *change, world=world), 2).shards
-        for change in ([], *CHANGES[1:3])
+        for change in ([], *CHANGES[1:3], *tiles)
     )
+    same = [torch.equal, torch.equal, partial(torch.allclose, atol=1e-6)]
     return all(
         shards.keys() == plain.keys()
-        and all(torch.equal(x.values, plain[name].values) for name, x in shards.items())
-        for shards in changed
+        and all(is_same(x.values, plain[name].values) for name, x in shards.items())
+        for shards, is_same in zip(changed, same, strict=False)
     )
 
 

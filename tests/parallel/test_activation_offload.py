@@ -82,6 +82,16 @@ def test_buffers_are_used_again() -> None:
     assert [len(free) for free in host._free.values()] == [4]
 
 
+def test_the_first_are_offloaded_where_memory_is_limited() -> None:
+    host = _Host(limit=2.5 * MIN_BYTES)
+    for _ in range(2):  # the second time with buffers of the first
+        of_pass, tensors = _Pass(host), [torch.randn(LARGE) for _ in range(9)]
+        packed = [pack(of_pass, x) for x in tensors]
+        assert [p.saved.values is not None for p in packed] == [False] * 2 + [True] * 7
+        assert all(torch.equal(_unpack(p), x) for p, x in zip(packed, tensors, strict=True))
+        del packed
+
+
 def test_a_storage_is_told_from_a_later_one_at_its_address() -> None:
     of_pass, packed, sums = _Pass(_Host()), [], []
     for _ in range(8):

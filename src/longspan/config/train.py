@@ -124,6 +124,14 @@ class Train(Section):
     offload_activations: bool = False
     """Offloads saved activations to CPU between the forward and backward passes; the copies overlap
     compute."""
+    offload_limit_gib: Annotated[float, Field(gt=0)] | None = None
+    """With `offload_activations`, the GiB of pinned CPU memory that each process takes for them at
+    most: the first activations are offloaded, which wait longest, and the rest stay on the device.
+    By default all are offloaded."""
+    mlp_tile_tokens: NonNegative = 0
+    """Tokens of a tile, in which each MLP works through a micro-batch (ALST's TiledMLP): hidden
+    activations exist for one tile at a time, and are recomputed in the backward pass. 0 takes
+    all tokens at once."""
     chunk_tokens: NonNegative = 0
     """Tokens of a chunk, in which each sequence is walked ("context in time"): its memory is that
     of one chunk, and of the keys and values that later chunks see. 0 takes sequences whole; "auto"

@@ -150,7 +150,7 @@ def has_kernel(x: Tensor) -> bool:
     return HAS_TRITON and x.is_cuda and x.dtype != torch.float64
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
     """total += a · b, accumulated in the dtype of `total`."""
     if a.dtype == total.dtype:
         total.addmm_(a, b)
@@ -191,7 +191,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_hidden is not None:
                 grad_hidden[start : start + chunk] = (dlogits @ weight).mul_(valid)
             if grad_weight is not None:
-                _add_product(grad_weight, dlogits.T, h * valid)
+                add_product(grad_weight, dlogits.T, h * valid)
             del dlogits  # before the next chunk allocates its logits
         if grad_hidden is not None and group is not None:
             dist.all_reduce(grad_hidden, group=group)

@@ -33,13 +33,17 @@ class RMSNorm(nn.RMSNorm):
         self.weight_group: dist.ProcessGroup | None = None
         """Ranks that apply the same weight to different heads: its gradient is summed over them."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def weight_for(self, x: Tensor) -> Tensor:
+        """What normalized `x` is multiplied by, in its dtype."""
         weight: Tensor = self.weight
         if self.weight_group is not None:
             weight = _SumGradient.apply(weight, self.weight_group)  # type: ignore[no-untyped-call]
         if self.offset:
             weight = weight + self.offset
-        weight = weight.to(autocast_dtype(x) or x.dtype).to(x.dtype)
+        return weight.to(autocast_dtype(x) or x.dtype).to(x.dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight_for(x)
         if isinstance(weight, DTensor) and weight.placements == (Shard(0),):
             group = weight.device_mesh.get_group()
             return self._forward_sharded(x, weight.to_local(), group)

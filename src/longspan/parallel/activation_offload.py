@@ -6,6 +6,7 @@ compute as long as the link to the host keeps up:
 - The forward pass leaves the newest `OFFLOAD_HELD` storages where they are, since the backward pass
   needs them first. An older one is copied out; after `OFFLOAD_IN_FLIGHT` more, compute waits for
   that copy and the memory is free. So what is on its way is bounded, whatever the link's speed.
+  Where CPU memory is limited, the first storages are copied, and later ones stay.
 - The backward pass takes storages in reverse order. When it asks for one, the `AHEAD` before it
   start their way back.
 
@@ -16,6 +17,7 @@ copies of a storage before it is used or freed; the allocator needs to know of n
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from longspan.constants import OFFLOAD_HELD, OFFLOAD_IN_FLIGHT
+from longspan.parallel.choices import pinned_bytes
 
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device: a copy would take longer to launch than to run."""
@@ -34,15 +37,18 @@ AHEAD = 2
 """Storages on their way in before they are asked for."""
 
 
-def activation_offload(*, enabled: bool) -> Callable[[], AbstractContextManager[object]]:
+def activation_offload(
+    *, enabled: bool, limit: float = math.inf
+) -> Callable[[], AbstractContextManager[object]]:
     """Returns a function that makes the context of a forward pass.
 
-    Activations that the forward pass saves are offloaded to CPU. All contexts of the function share
-    its pinned memory; several forward passes may wait for their backward pass.
+    Activations that the forward pass saves are offloaded to CPU, the first ones first, until there
+    are `limit` bytes; the others stay on the device. All contexts of the function share its pinned
+    memory; several forward passes may wait for their backward pass.
     """
     if not enabled:
         return nullcontext
-    host = _Host()
+    host = _Host(limit)
 
     def context() -> AbstractContextManager[object]:
         return torch.autograd.graph.saved_tensors_hooks(_Pass(host).pack, _unpack)
@@ -53,7 +59,8 @@ def activation_offload(*, enabled: bool) -> Callable[[], AbstractContextManager[
 class _Host:
     """The streams of copies, and buffers in CPU memory that are used again."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: float = math.inf) -> None:
+        self._limit, self._allocated = limit, 0
         self._free: dict[int, list[tuple[Tensor, torch.cuda.Event | None]]] = {}
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
 
@@ -63,14 +70,22 @@ class _Host:
             self._streams[device] = _new_stream(device), _new_stream(device)
         return self._streams[device]
 
-    def take(self, size: int, device: torch.device) -> Tensor:
-        """A buffer of `size` bytes; copies out of `device` wait until nobody reads it."""
+    def take(self, size: int, device: torch.device) -> Tensor | None:
+        """A buffer of `size` bytes; copies out of `device` wait until nobody reads it.
+
+        None if it would be beyond the limit.
+        """
         if free := self._free.get(size):
             buffer, read = free.pop()
             if read is not None:
                 self.streams(device)[0].wait_event(read)
             return buffer
-        return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        is_pinned = device.type == "cuda"
+        allocated = self._allocated + (pinned_bytes(size) if is_pinned else size)
+        if allocated > self._limit:
+            return None
+        self._allocated = allocated
+        return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
 
     def give_back(self, buffer: Tensor, read: torch.cuda.Event | None) -> None:
         self._free.setdefault(buffer.numel(), []).append((buffer, read))
@@ -103,7 +118,8 @@ class _Saved:
                 "offloaded: modify a copy, or set train.offload_activations = false"
             )
         self._buffer = self._host.take(self._size, self._device)
-        self._copied = self._copy(self._buffer, self.values, 0, self._ready)
+        if self._buffer is not None:
+            self._copied = self._copy(self._buffer, self.values, 0, self._ready)
 
     def leave(self) -> None:
         """Free the memory on the device, as soon as the copy in CPU memory is there."""

@@ -5,8 +5,8 @@ The model comes on the meta device. `parallelize` takes it through these steps, 
 1. pipeline: drop the layers that other ranks hold (`pipeline.py`)
 2. sequence: split every sample's tokens over ranks (`sequence.py`)
 3. tensor: split heads, MLP width and vocabulary over ranks (`tensor.py`)
-4. put fp8 linear layers into each block if asked to, wrap it for activation checkpointing
-   (`activation_checkpointing.py`), then compile it
+4. put fp8 linear layers into each block and tile its MLP if asked to, wrap it for activation
+   checkpointing (`activation_checkpointing.py`), then compile it
 5. pipeline: put what is left into stages
 6. shard: FSDP2 shards parameters, gradients and optimizer state; with `replicate` beside it, each
    group of ranks shards a copy (HYBRID_SHARD)
@@ -47,6 +47,7 @@ from longspan.errors import UserError
 from longspan.flops import stage_flops
 from longspan.models import Decoder
 from longspan.models.initial import allocate, initialize
+from longspan.nn import GatedMLP
 from longspan.parallel.activation_checkpointing import checkpointed
 from longspan.parallel.choices import reduce_dtype
 from longspan.parallel.dtensor import distribute_like
@@ -130,7 +131,8 @@ def materialize(
 
 
 def apply_to_blocks(model: Decoder, train: Train, *, communicates: bool = False) -> None:
-    """Convert blocks to fp8, wrap them for activation checkpointing and compile them, by `train`.
+    """Convert blocks to fp8, tile their MLPs, wrap them for activation checkpointing and compile
+    them, by `train`.
 
     `communicates`: whether a block's forward pass runs collectives.
     """
@@ -143,6 +145,9 @@ def apply_to_blocks(model: Decoder, train: Train, *, communicates: bool = False)
             ) from error
         # Chunks end where documents do, after any number of tokens.
         convert_to_fp8(model.blocks, pads=train.chunk_tokens > 0)
+    for module in model.modules():
+        if isinstance(module, GatedMLP):
+            module.tile_tokens = train.mlp_tile_tokens
     modes = {f"blocks.{index}": train.checkpointing_of(index) for index in range(len(model.blocks))}
 
     def wrap(name: str, block: nn.Module) -> nn.Module:

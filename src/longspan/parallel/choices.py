@@ -22,3 +22,8 @@ def residual_split(model: Model, megatron_sequence_parallel: bool) -> Split:
 def reduce_dtype(layout: Layout) -> torch.dtype:
     """The dtype in which ranks reduce gradients; shards accumulate them in float32."""
     return torch.bfloat16 if layout.gradient_compression == "bf16" else torch.float32
+
+
+def pinned_bytes(size: int) -> int:
+    """What PyTorch allocates for `size` bytes of pinned memory: a power of two."""
+    return 1 << max(0, size - 1).bit_length()

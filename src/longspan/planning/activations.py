@@ -20,7 +20,7 @@ from longspan.attention.kernels.schedule import schedule_branches
 from longspan.config import Run
 from longspan.constants import KERNEL_LOSS_CHUNK, LOSS_CHUNK, OFFLOAD_HELD, OFFLOAD_IN_FLIGHT
 from longspan.costs import linear_sizes, rank_of
-from longspan.parallel.choices import residual_split
+from longspan.parallel.choices import pinned_bytes, residual_split
 from longspan.planning.communication_in_blocks import exchanges
 from longspan.planning.parameters import Degrees
 
@@ -45,7 +45,11 @@ class BlockActivations:
     keeps_copies: bool
     """Whether the 16-bit copies of its weights are kept for the backward pass."""
     offloaded: int = 0
-    """What is kept in CPU memory instead, with `train.offload_activations`."""
+    """What is kept in CPU memory instead, with `train.offload_activations`, if all of it is."""
+    pinned: int = 0
+    """What CPU memory that takes."""
+    under_way: int = 0
+    """Bytes of `workspace` for what is on its way to the CPU or back."""
 
     @property
     def total(self) -> int:
@@ -85,6 +89,9 @@ class Activations:
         self.queries = model.heads * model.head_dim / tensor
         self.keys = model.kv_heads * model.head_dim / tensor
         self.ffn = model.ffn / tensor
+        tile = train.mlp_tile_tokens
+        self.tile = tile if tile < self.tokens else 0
+        """Tokens of a tile of the MLP; 0 if it has none."""
 
     def block(self, block: int = 0) -> BlockActivations:
         """The activations of a block; blocks differ in their patterns and the ranks of their linear
@@ -110,21 +117,44 @@ class Activations:
             # Eager casts go through float32; compiled blocks recompute the product of gate and up.
             mlp += (e if self.is_compiled else 2 * FP32) * self.ffn
         attention = self.stream + recomputed - saved["MLP"] + 4 * e * self.queries + 8 * self.heads
+        of_tile = 0
+        if self.tile:
+            # The output's gradient and that of the input. What the MLP needs besides the tile is
+            # gone before the backward pass of attention, which takes more now.
+            mlp, of_tile = self.stream + recomputed + 2 * e * self.hidden, self._tile_workspace()
+            if mode != "none":
+                attention -= self.stream + (2 if self.is_compiled else 1) * e * self.hidden
         workspace = max(
-            mlp * self.tokens, attention * self.tokens + self.attention_workspace(block)
+            mlp * self.tokens + of_tile,
+            attention * self.tokens + self.attention_workspace(block),
         )
         if self._run.model.dropout and not self.is_compiled:
             workspace += 3 * 8 * self.stream / FP32 * self.tokens  # hashes of a mask, in int64
         sizes = {name: math.ceil(size * self.tokens) for name, size in kept.items()}
-        offloaded = 0
+        offloaded = pinned = under_way = 0
         if self._run.train.offload_activations:
             # Those of the current block, and those that are still on their way.
             offloaded = sum(sizes.values())
+            pinned = offloaded if self.on_cpu else sum(map(pinned_bytes, sizes.values()))
             under_way = (OFFLOAD_HELD + OFFLOAD_IN_FLIGHT) * max(sizes.values())
-            workspace += max(offloaded, under_way)
+            under_way = max(offloaded, under_way)
+            workspace += under_way
             sizes = dict.fromkeys(sizes, 0)
         copies = mode == "none" and e < FP32 and not self.recomputes_casts
-        return BlockActivations(sizes, math.ceil(max(0, workspace)), copies, offloaded)
+        workspace = math.ceil(max(0, workspace))
+        return BlockActivations(sizes, workspace, copies, offloaded, pinned, under_way)
+
+    def _tile_workspace(self) -> int:
+        """Bytes for a tile of the MLP in the backward pass, and for the sums over tiles.
+
+        Gate, up and their product, and the gradients of all three; eager, also the activation and
+        a factor of its gradient, and what the sub-layer norm computes in float32.
+        """
+        e, model = self.width, self._run.model
+        each = 6 * e if self.is_compiled else 8 * e
+        if model.sub_layer_norm and not self.is_compiled:
+            each += 5 * FP32
+        return math.ceil(each * self.ffn * self.tile) + 3 * FP32 * model.hidden * model.ffn
 
     def _saved(self, block: int) -> Table:
         """What the backward pass of a block needs, besides its input."""
@@ -139,7 +169,8 @@ class Activations:
             table["residual stream after attention"] = self.stream
             # Autocast converts the input of each projection by itself, if it has to.
             converts = e < FP32 and not self.rounds_stream
-            table["inputs of projections"] = (5 * e if converts else 2 * e) * h + 8
+            inputs = (4 if self.tile else 5) if converts else 2
+            table["inputs of projections"] = inputs * e * h + 8
             mlp = 4 * e * f
         table["queries, keys and values"] = e * (q + 2 * k)
         table["attention output"] = e * q + FP32 * self.heads
@@ -160,7 +191,7 @@ class Activations:
             table["low-rank intermediates"] = e * self._ranks(block)
         if model.dropout:
             table["dropout masks"] = 2 * self.stream / FP32
-        table["MLP"] = mlp
+        table["MLP"] = 0 if self.tile else mlp
         return table
 
     def _selective(self, block: int) -> Table:
@@ -170,7 +201,7 @@ class Activations:
             "queries, keys and values": e * (q + 2 * k),
             "attention output": e * q + FP32 * self.heads,
             "attention projection": e * self.hidden,
-            "MLP": 2 * e * self.ffn,
+            "MLP": 0 if self.tile else 2 * e * self.ffn,
         }
         if not self.is_compiled:  # the compiler sees that the last product is never read
             table["MLP"] += e * self.hidden

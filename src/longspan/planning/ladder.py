@@ -20,6 +20,8 @@ from longspan.rules import first_layout_problem
 GIB = 2**30
 MIN_CHUNKED = 1 << 16
 """Contexts from which on chunks are suggested."""
+TILE_TOKENS = 8192
+"""Of the tiles that are suggested: enough rows for the matrix products to run at full rate."""
 Change = Callable[[Run], Run]
 
 
@@ -154,6 +156,10 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
     if train.optimizer == "adamw" and is_native:
         change = _set("train", optimizer="adamw8bit")
         yield "train.optimizer=adamw8bit", "8-bit moments", change, 1
+    if not train.mlp_tile_tokens and train.micro_batch * run.data.context > TILE_TOKENS:
+        change = _set("train", mlp_tile_tokens=TILE_TOKENS)
+        cost = "gate and up of the MLP again, unless recomputed anyway"
+        yield f"train.mlp_tile_tokens={TILE_TOKENS}", cost, change, 1
     long = run.data.context >= MIN_CHUNKED and is_native and not run.model.factory
     if long and (sizes := chunk_sizes(run)):
         change = _set("train", chunk_tokens=sizes[0])
@@ -169,6 +175,9 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
         change = _set("train", offload_activations=True)
         cost = "copies to the CPU and back, beside compute"
         yield "train.offload_activations=true", cost, change, 1
+    if train.offload_limit_gib is not None:
+        change = _set("train", offload_limit_gib=None)
+        yield "without train.offload_limit_gib", "more CPU memory", change, 1
     if not layout.offload and is_native:
         cost = "the optimizer runs on the CPU"
         yield "layout.offload=true", cost, _set("layout", offload=True), 1

@@ -8,8 +8,10 @@ that a step ever allocates is there at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from longspan.config import Run
 from longspan.costs import linear_sizes, trains
@@ -146,9 +148,7 @@ def _memory(run: Run, split: ModelSplit, stage: int, allowance: Allowance) -> De
     parameters, gradients = each * counts.local, each * _gradients(run, degrees, counts)
     offloaded = parameters + FP32_BYTES * counts.trained + counts.moments
     offloaded = offloaded if run.layout.offload else 0
-    flights, _ = in_flight(run, split, stage, tokens_of)
-    by_block = (n * tokens_of.block(block).offloaded for block, n in split.blocks(stage))
-    offloaded += max(flights) * sum(by_block)
+    offloaded += _offloaded(run, split, stage, tokens_of).pinned
     on_gpu = not tokens_of.on_cpu
     states = {
         "parameters": 0 if run.layout.offload else parameters,
@@ -211,6 +211,7 @@ def _moments(
     blocks = [(activations.block(block), copies) for block, copies in split.blocks(stage)]
     chunks = _by_chunk(split, stage, blocks)
     flights, buffers = in_flight(run, split, stage, activations)
+    offloaded = _offloaded(run, split, stage, activations)
     held = sum(n * size for n, size in zip(flights, chunks, strict=True)) + activations.rope_table()
     one = sum(chunks)
     kept: dict[str, int] = {}
@@ -261,10 +262,13 @@ def _moments(
         }
 
     moments = {
-        "the loss": moment(before, held, transient=at_loss)
+        "the loss": moment(before, held + offloaded.stays, transient=at_loss)
         | {"logits and loss": sum(loss.values()), "16-bit copies of weights": cached},
         "the backward pass of the last block": moment(
-            before, held, transient=in_block, workspace=workspace
+            before,
+            held + max(0, offloaded.stays - offloaded.under_way),
+            transient=in_block,
+            workspace=workspace,
         ),
         "the backward pass of the first block": moment(
             1.0, held - one + smallest, transient=in_block, workspace=workspace
@@ -276,6 +280,31 @@ def _moments(
         transient = MUON_WORKSPACE * largest
         moments["the optimizer step"] = moment(1.0, held - one, transient=transient)
     return moments, kept
+
+
+class _Offloaded(NamedTuple):
+    """Where the activations that a rank would offload are at the end of a forward pass."""
+
+    pinned: int
+    """Bytes of CPU memory."""
+    stays: int
+    """Bytes that are on the device, since `train.offload_limit_gib` leaves no room for them."""
+    under_way: int
+    """Bytes of a block's workspace for copies, where nothing is copied while those are there."""
+
+
+def _offloaded(run: Run, split: ModelSplit, stage: int, activations: Activations) -> _Offloaded:
+    blocks = [(activations.block(block), copies) for block, copies in split.blocks(stage)]
+    flights, _ = in_flight(run, split, stage, activations)
+    total, pinned = (
+        max(flights) * sum(copies * getattr(block, name) for block, copies in blocks)
+        for name in ("offloaded", "pinned")
+    )
+    limit = math.inf if run.train.offload_limit_gib is None else run.train.offload_limit_gib * 2**30
+    if pinned <= limit:
+        return _Offloaded(pinned, 0, 0)
+    stays = math.ceil(total * (1 - limit / pinned))
+    return _Offloaded(int(limit), stays, blocks[-1][0].under_way)
 
 
 def _by_chunk(

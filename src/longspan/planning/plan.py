@@ -186,9 +186,11 @@ def _alternatives(run: Run, gpus: int) -> list[Alternative]:
 def _alternative(run: Run, gpus: int, linear: str, fraction: Fraction) -> Alternative:
     sketch = Sketch(keep=float(fraction), layers=run.model.sketch.layers)
     model = run.model.model_copy(update={"linear": linear, "sketch": sketch})
-    # Megatron-style sequence parallelism and fp8 are supported with dense layers only.
+    # Megatron-style sequence parallelism, fp8 and tiles are supported with dense layers only.
     layout = run.layout.model_copy(update={"megatron_sequence_parallel": False})
-    train = run.train.model_copy(update={"fp8": run.train.fp8 and linear == "dense"})
+    train = run.train
+    if linear != "dense":
+        train = train.model_copy(update={"fp8": False, "mlp_tile_tokens": 0})
     other = run.model_copy(update={"model": model, "layout": layout, "train": train})
     patterns = patterns_of(run.attention, model.layers)
     flops = flops_per_sample(model, patterns, run.data.context, run.train.freeze)

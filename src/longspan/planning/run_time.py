@@ -243,6 +243,8 @@ def _layer(
     modes = Counter(train.checkpointing_of(block) for block in range(model.layers))
     again = FORWARD_TRAFFIC * traffic * (1 - modes["none"] / model.layers)
     again += (forward + attention) * modes["full"] / model.layers  # of the average block
+    if 0 < train.mlp_tile_tokens < tokens:
+        again += _tiles_s(run, tokens, forward, 1 - modes["full"] / model.layers, bandwidth)
     found = {
         "matrix products": forward + backward,
         "attention": attention * (1 + ATTENTION_BACKWARD),
@@ -259,10 +261,27 @@ def _layer(
     if train.offload_activations:
         # Copied out during the forward pass and in during the backward pass, on their own streams.
         in_forward = forward + attention + FORWARD_TRAFFIC * traffic
-        copy = activation_bytes(model, train, shape.width) * tokens / shape.tensor / rates.host_link
+        size = activation_bytes(model, train, shape.width) * tokens / shape.tensor
+        if train.offload_limit_gib is not None:  # of the average block
+            blocks = model.layers / shape.ranks["pipeline"]
+            size = min(size, train.offload_limit_gib * 2**30 / blocks)
+        copy = size / rates.host_link
         in_backward = sum(found.values()) - in_forward
         found["offload"] = max(0.0, copy - in_forward) + max(0.0, copy - in_backward)
     return found
+
+
+def _tiles_s(run: Run, tokens: float, forward: float, not_full: float, bandwidth: float) -> float:
+    """What `train.mlp_tile_tokens` adds to a block, the products of which take `forward` seconds.
+
+    Blocks without "full", a fraction `not_full`, compute gate and up again, and each tile reads and
+    writes the sums of gradients.
+    """
+    sizes = {name: into * out for name, (into, out) in linear_sizes(run.model).items()}
+    mlp = {name: size for name, size in sizes.items() if name.startswith("mlp.")}
+    share = (mlp["mlp.gate"] + mlp["mlp.up"]) / sum(sizes.values())
+    sums = 2 * 4 * sum(mlp.values()) * tokens / run.train.mlp_tile_tokens
+    return not_full * share * forward + sums / bandwidth
 
 
 def attention_rate(pattern: Pattern, head_dim: int, rates: RunRates) -> float:

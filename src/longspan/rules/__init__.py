@@ -33,6 +33,7 @@ from longspan.rules.parameter_precision import parameter_precision_rules
 from longspan.rules.problem import Problem, Problems
 from longspan.rules.recomputation import recomputation_rules
 from longspan.rules.residual import residual_rules
+from longspan.rules.tiles import tile_rules
 from longspan.rules.train import engine_rules, track_rules, train_rules
 
 __all__ = [
@@ -70,6 +71,7 @@ DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     residual_rules,
     parameter_precision_rules,
     recomputation_rules,
+    tile_rules,
     fp8_rules,
     fp8_layout_rules,
 )

@@ -260,6 +260,9 @@ def factory_rules(model: Model, train: Train) -> Problems:
             "is not supported with model.factory, of whose layers we know little: leave it out"
         )
         yield Problem("train.recompute_layers", message)
+    if train.mlp_tile_tokens:
+        message = "is not supported with model.factory: tile its MLPs in the factory, and use 0"
+        yield Problem("train.mlp_tile_tokens", message)
     if train.parameter_precision != "fp32":
         message = 'is not supported with model.factory: use "fp32"'
         yield Problem("train.parameter_precision", message)

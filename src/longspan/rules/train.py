@@ -38,6 +38,9 @@ def train_rules(train: Train) -> Problems:
     if train.optimizer != "muon" and train.momentum != Train().momentum:
         message = f'has no effect with train.optimizer = "{train.optimizer}": remove it'
         yield Problem("train.momentum", message)
+    if train.offload_limit_gib is not None and not train.offload_activations:
+        message = "has no effect with train.offload_activations = false: set true, or leave it out"
+        yield Problem("train.offload_limit_gib", message)
     if train.precision == "fp16" and train.device == "cpu":
         message = '"fp16" needs a GPU, but train.device is "cpu": use "fp32"'
         yield Problem("train.precision", message)

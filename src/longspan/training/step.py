@@ -27,7 +27,8 @@ def forward_context_of(train: Train) -> ForwardContext:
 
     That is its precision, and where activations are kept.
     """
-    offload = activation_offload(enabled=train.offload_activations)
+    limit = math.inf if train.offload_limit_gib is None else train.offload_limit_gib * 2**30
+    offload = activation_offload(enabled=train.offload_activations, limit=limit)
 
     @contextmanager
     def context() -> Iterator[None]:
