@@ -9,7 +9,6 @@ hardly count. The workspace of cuBLAS is subtracted.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +18,7 @@ from rich.table import Table
 from longspan.benchmarks.measure import machine, open_console, require_cuda, write_json
 from longspan.config import Run
 from longspan.data import Prefetcher, open_source
-from longspan.device import autocast, resolve
+from longspan.device import resolve
 from longspan.engines import open_engine
 from longspan.errors import UserError
 from longspan.parallel.mesh import open_mesh
@@ -29,7 +28,7 @@ from longspan.runfile import load_run
 from longspan.torch_internals import fake_store
 from longspan.training.guard import Guard
 from longspan.training.state import TrainState
-from longspan.training.step import train_step
+from longspan.training.step import forward_context_of, train_step
 
 OPTIONS = [
     "model.preset=350m",
@@ -80,8 +79,7 @@ def measure_memory(run: Run, world: int, steps: int = 3) -> tuple[int, int]:
         dist.init_process_group("fake", rank=0, world_size=world, store=fake_store())
     source, before = open_source(run.data, run.model), _cublas_workspace(device)
     with open_mesh(run.layout, World(0, world, 0), device) as mesh:
-        context = partial(autocast, run.train)
-        engine = open_engine(run, mesh, device, context)
+        engine = open_engine(run, mesh, device, forward_context_of(run.train))
         state = TrainState(engine, mesh, Guard(0.0, device))
         with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
             for _ in range(steps):

@@ -11,7 +11,6 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from longspan.benchmarks.measure import Rows, machine, open_console, write_result
 from longspan.config import Run
 from longspan.data import Prefetcher, open_source
-from longspan.device import autocast, matmul_precision, resolve
+from longspan.device import matmul_precision, resolve
 from longspan.engines import open_engine
 from longspan.errors import UserError, first_problem
 from longspan.files import read_json_object
@@ -38,7 +37,7 @@ from longspan.progress import measuring
 from longspan.runfile import load_run
 from longspan.training.guard import Guard
 from longspan.training.state import TrainState
-from longspan.training.step import train_step
+from longspan.training.step import forward_context_of, train_step
 
 GIB = 2**30
 WARM_UP = 3
@@ -152,7 +151,7 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
     is_gpu = device.type == "cuda"
     source, seconds = open_source(run.data, run.model), list[float]()
     with open_mesh(run.layout, World(0, 1, 0), device) as mesh, matmul_precision(run.train):
-        engine = open_engine(run, mesh, device, partial(autocast, run.train))
+        engine = open_engine(run, mesh, device, forward_context_of(run.train))
         state = TrainState(engine, mesh, Guard(0.0, device))
         with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
             for step in range(WARM_UP + steps):
