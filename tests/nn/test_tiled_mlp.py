@@ -61,20 +61,31 @@ def test_frozen_weights_have_no_gradient() -> None:
 
 
 @pytest.mark.parametrize("holds_bf16", [False, True])
-def test_in_bf16_errors_are_those_of_the_whole(holds_bf16: bool) -> None:
+@pytest.mark.parametrize(
+    ("device", "compiles"),
+    [
+        ("cpu", False),
+        pytest.param("cuda", False, marks=pytest.mark.gpu),
+        pytest.param("cuda", True, marks=pytest.mark.gpu),
+    ],
+)
+def test_in_bf16_errors_are_those_of_the_whole(
+    device: str, compiles: bool, holds_bf16: bool
+) -> None:
     """Against float64; weights are rounded by autocast, or are bf16 themselves."""
-    mlp = mlp_of()
+    mlp = mlp_of().to(device)
     if holds_bf16:
         mlp = mlp.to(torch.bfloat16)
-    exact = mlp_of()
+    exact = mlp_of().to(device)
     exact.load_state_dict(mlp.state_dict())
     mlp = mlp if holds_bf16 else mlp.float()
-    x = torch.randn(1, 256, HIDDEN).bfloat16()
+    x = torch.randn(1, 256, HIDDEN, device=device).bfloat16()
     expected = results(exact, x.double(), tile=0)
 
     def errors(tile: int) -> list[float]:
-        with torch.autocast("cpu", torch.bfloat16):
-            found = results(mlp, x if holds_bf16 else x.float(), tile=tile)
+        function: Function | None = torch.compile(mlp, fullgraph=True) if compiles else None
+        with torch.autocast(device, torch.bfloat16):
+            found = results(mlp, x if holds_bf16 else x.float(), tile=tile, function=function)
         return [
             float((y.double() - z).norm() / z.norm()) for y, z in zip(found, expected, strict=True)
         ]

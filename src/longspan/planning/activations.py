@@ -137,7 +137,7 @@ class Activations:
             offloaded = sum(sizes.values())
             pinned = offloaded if self.on_cpu else sum(map(pinned_bytes, sizes.values()))
             under_way = (OFFLOAD_HELD + OFFLOAD_IN_FLIGHT) * max(sizes.values())
-            under_way = max(offloaded, under_way)
+            under_way = min(max(offloaded, under_way), self._run.model.layers * offloaded)
             workspace += under_way
             sizes = dict.fromkeys(sizes, 0)
         copies = mode == "none" and e < FP32 and not self.recomputes_casts
