@@ -75,9 +75,9 @@ def test_activations_beyond_the_limit_are_planned_on_the_device() -> None:
     block = 4 * 2048 * 65536  # an input
     none, some, every = (
         memory_per_rank(run_of(FULL, TILES, *more), 1)[0]
-        for more in ([], [OFFLOAD, f"train.offload_limit_gib={10 * block / GIB}"], [OFFLOAD])
+        for more in ([], [OFFLOAD, f"train.offload_limit_gib={10.9 * block / GIB}"], [OFFLOAD])
     )
     assert none.kept["block inputs"] == every.offloaded == 24 * block
-    assert some.offloaded == 10 * block
+    assert some.offloaded == 10 * block  # whole buffers
     assert none.allocated - some.allocated == 10 * block
     assert every.allocated < some.allocated

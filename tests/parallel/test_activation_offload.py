@@ -92,6 +92,21 @@ def test_the_first_are_offloaded_where_memory_is_limited() -> None:
         del packed
 
 
+def test_buffers_serve_other_sizes_too() -> None:
+    """Chunks of documents have ever other sizes: what is allocated does not grow with their number.
+
+    The largest size comes last, for which a limit leaves room.
+    """
+    host = _Host(limit=16 * MIN_BYTES)
+    for size in (*range(LARGE + 1, 2 * LARGE, LARGE // 7), 2 * LARGE):
+        of_pass, tensors = _Pass(host), [torch.randn(size) for _ in range(9)]
+        packed = [pack(of_pass, x) for x in tensors]
+        assert [p.saved.values is not None for p in packed] == [False] * 5 + [True] * 4
+        assert all(torch.equal(_unpack(p), x) for p, x in zip(packed, tensors, strict=True))
+        del packed
+    assert host._allocated == 14 * MIN_BYTES  # seven buffers
+
+
 def test_a_storage_is_told_from_a_later_one_at_its_address() -> None:
     of_pass, packed, sums = _Pass(_Host()), [], []
     for _ in range(8):

@@ -57,7 +57,11 @@ def activation_offload(
 
 
 class _Host:
-    """The streams of copies, and buffers in CPU memory that are used again."""
+    """The streams of copies, and buffers in CPU memory that are used again.
+
+    Chunks of documents save activations of ever other sizes. So buffers are of powers of two, as
+    pinned memory is in any case, and serve whatever fits into them.
+    """
 
     def __init__(self, limit: float = math.inf) -> None:
         self._limit, self._allocated = limit, 0
@@ -71,21 +75,20 @@ class _Host:
         return self._streams[device]
 
     def take(self, size: int, device: torch.device) -> Tensor | None:
-        """A buffer of `size` bytes; copies out of `device` wait until nobody reads it.
+        """A buffer of at least `size` bytes; copies out of `device` wait until nobody reads it.
 
         None if it would be beyond the limit.
         """
-        if free := self._free.get(size):
-            buffer, read = free.pop()
+        size = pinned_bytes(size)
+        if fitting := [of_size for of_size, free in self._free.items() if free and of_size >= size]:
+            buffer, read = self._free[min(fitting)].pop()
             if read is not None:
                 self.streams(device)[0].wait_event(read)
             return buffer
-        is_pinned = device.type == "cuda"
-        allocated = self._allocated + (pinned_bytes(size) if is_pinned else size)
-        if allocated > self._limit:
+        if self._allocated + size > self._limit:
             return None
-        self._allocated = allocated
-        return torch.empty(size, dtype=torch.uint8, pin_memory=is_pinned)
+        self._allocated += size
+        return torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
     def give_back(self, buffer: Tensor, read: torch.cuda.Event | None) -> None:
         self._free.setdefault(buffer.numel(), []).append((buffer, read))
@@ -119,7 +122,7 @@ class _Saved:
             )
         self._buffer = self._host.take(self._size, self._device)
         if self._buffer is not None:
-            self._copied = self._copy(self._buffer, self.values, 0, self._ready)
+            self._copied = self._copy(self._buffer[: self._size], self.values, 0, self._ready)
 
     def leave(self) -> None:
         """Free the memory on the device, as soon as the copy in CPU memory is there."""
@@ -132,7 +135,7 @@ class _Saved:
             assert self._buffer is not None
             values = torch.empty(self._size, dtype=torch.uint8, device=self._device)
             free = None if self._stream is None else self._stream.record_event()
-            self._copied = self._read = self._copy(values, self._buffer, 1, free)
+            self._copied = self._read = self._copy(values, self._buffer[: self._size], 1, free)
             self.values = values
 
     def get(self) -> Tensor:

@@ -20,7 +20,7 @@ from longspan.attention.kernels.schedule import schedule_branches
 from longspan.config import Run
 from longspan.constants import KERNEL_LOSS_CHUNK, LOSS_CHUNK, OFFLOAD_HELD, OFFLOAD_IN_FLIGHT
 from longspan.costs import linear_sizes, rank_of
-from longspan.parallel.choices import pinned_bytes, residual_split
+from longspan.parallel.choices import residual_split
 from longspan.planning.communication_in_blocks import exchanges
 from longspan.planning.parameters import Degrees
 
@@ -44,10 +44,8 @@ class BlockActivations:
     activations, and buffers of the attention kernels."""
     keeps_copies: bool
     """Whether the 16-bit copies of its weights are kept for the backward pass."""
-    offloaded: int = 0
-    """What is kept in CPU memory instead, with `train.offload_activations`, if all of it is."""
-    pinned: int = 0
-    """What CPU memory that takes."""
+    offloaded: tuple[int, ...] = ()
+    """Sizes of what is kept in CPU memory instead, with `train.offload_activations`."""
     under_way: int = 0
     """Bytes of `workspace` for what is on its way to the CPU or back."""
 
@@ -131,18 +129,19 @@ class Activations:
         if self._run.model.dropout and not self.is_compiled:
             workspace += 3 * 8 * self.stream / FP32 * self.tokens  # hashes of a mask, in int64
         sizes = {name: math.ceil(size * self.tokens) for name, size in kept.items()}
-        offloaded = pinned = under_way = 0
+        offloaded: tuple[int, ...] = ()
+        under_way = 0
         if self._run.train.offload_activations:
             # Those of the current block, and those that are still on their way.
-            offloaded = sum(sizes.values())
-            pinned = offloaded if self.on_cpu else sum(map(pinned_bytes, sizes.values()))
-            under_way = (OFFLOAD_HELD + OFFLOAD_IN_FLIGHT) * max(sizes.values())
-            under_way = min(max(offloaded, under_way), self._run.model.layers * offloaded)
+            offloaded = tuple(filter(None, sizes.values()))
+            under_way = (OFFLOAD_HELD + OFFLOAD_IN_FLIGHT) * max(offloaded)
+            whole = sum(offloaded)
+            under_way = min(max(whole, under_way), self._run.model.layers * whole)
             workspace += under_way
             sizes = dict.fromkeys(sizes, 0)
         copies = mode == "none" and e < FP32 and not self.recomputes_casts
         workspace = math.ceil(max(0, workspace))
-        return BlockActivations(sizes, workspace, copies, offloaded, pinned, under_way)
+        return BlockActivations(sizes, workspace, copies, offloaded, under_way)
 
     def _tile_workspace(self) -> int:
         """Bytes for a tile of the MLP in the backward pass, and for the sums over tiles.

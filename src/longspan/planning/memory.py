@@ -8,14 +8,13 @@ that a step ever allocates is there at once.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from longspan.config import Run
 from longspan.costs import linear_sizes, trains
-from longspan.parallel.choices import reduce_dtype
+from longspan.parallel.choices import pinned_bytes, reduce_dtype
 from longspan.planning.activations import Activations, BlockActivations
 from longspan.planning.chunks import ROWS, chunks_of, row_bytes
 from longspan.planning.parameters import Degrees, ModelSplit, RankParameter
@@ -296,15 +295,16 @@ class _Offloaded(NamedTuple):
 def _offloaded(run: Run, split: ModelSplit, stage: int, activations: Activations) -> _Offloaded:
     blocks = [(activations.block(block), copies) for block, copies in split.blocks(stage)]
     flights, _ = in_flight(run, split, stage, activations)
-    total, pinned = (
-        max(flights) * sum(copies * getattr(block, name) for block, copies in blocks)
-        for name in ("offloaded", "pinned")
-    )
-    limit = math.inf if run.train.offload_limit_gib is None else run.train.offload_limit_gib * 2**30
-    if pinned <= limit:
-        return _Offloaded(pinned, 0, 0)
-    stays = math.ceil(total * (1 - limit / pinned))
-    return _Offloaded(int(limit), stays, blocks[-1][0].under_way)
+    limit, pinned, stays = run.train.offload_limit_gib, 0, 0
+    for block, copies in blocks:
+        for size in block.offloaded:
+            count, buffer = max(flights) * copies, pinned_bytes(size)
+            fitting = count
+            if limit is not None:
+                fitting = min(count, (int(limit * 2**30) - pinned) // buffer)
+            pinned += fitting * buffer
+            stays += (count - fitting) * size
+    return _Offloaded(pinned, stays, blocks[-1][0].under_way if stays else 0)
 
 
 def _by_chunk(
