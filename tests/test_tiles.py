@@ -66,9 +66,17 @@ def test_tiles_are_on_the_ladder() -> None:
     assert found is not None
     (rung,) = (rung for rung in found.rungs if rung["setting"] == "train.mlp_tile_tokens=8192")
     assert rung["saves"] > 0
-    refused = ladder(run_of(FULL, "model.lora.rank=4"), 1, devices()["h200"], 1 * GIB)
-    assert refused is not None
-    assert not any("mlp_tile" in rung["setting"] for rung in refused.rungs)
+    for refused in ("model.lora.rank=4", "train.chunk_tokens=8192"):
+        found = ladder(run_of(FULL, refused), 1, devices()["h200"], 1 * GIB)
+        assert found is not None
+        assert not any("mlp_tile" in rung["setting"] for rung in found.rungs)
+
+
+def test_a_tile_of_all_tokens_is_planned_as_none() -> None:
+    whole, tiled = (run_of(OFFLOAD, f"train.mlp_tile_tokens={tile}") for tile in (0, 65536))
+    assert memory_per_rank(whole, 1) == memory_per_rank(tiled, 1)
+    h200 = devices()["h200"]
+    assert predict(whole, 1, h200) == predict(tiled, 1, h200)
 
 
 def test_activations_beyond_the_limit_are_planned_on_the_device() -> None:

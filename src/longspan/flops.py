@@ -67,20 +67,20 @@ def _attention_flops(pattern: Pattern, context: int, heads: int, head_dim: int) 
     return pattern.flops(context, heads, head_dim, is_causal=True)
 
 
-def activation_bytes(model: Model, train: Train, width: int) -> int:
-    """Bytes that one block saves per token for the backward pass, in round terms.
+def activation_bytes(model: Model, train: Train, width: int, tokens: float) -> float:
+    """Bytes that one block saves of `tokens` for the backward pass, in round terms.
 
     `width`: bytes of an element in the run's precision.
     """
     stream = (4 if train.residual_precision == "fp32" else width) * model.hidden
-    ffn = 0 if train.mlp_tile_tokens else model.ffn  # tiles save nothing of it
+    ffn = 0 if train.tile_of(tokens) else model.ffn  # tiles save nothing of it
     saved = {
         "none": width * (10 * model.hidden + 4 * ffn),
         "selective": width * (6 * model.hidden + 2 * ffn),
         "full": stream,  # before the block
     }
     modes = [train.checkpointing_of(block) for block in range(model.layers)]
-    return sum(saved[mode] for mode in modes) // model.layers
+    return tokens * sum(saved[mode] for mode in modes) / model.layers
 
 
 def muon_flops(model: Model) -> float:

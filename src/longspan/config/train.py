@@ -158,6 +158,10 @@ class Train(Section):
         is_recomputed = mode != "full" or count is None or block < count
         return mode if is_recomputed else "selective"
 
+    def tile_of(self, tokens: float) -> int:
+        """Tokens of a tile of an MLP that is given `tokens`; 0 if it takes them at once."""
+        return self.mlp_tile_tokens if self.mlp_tile_tokens < tokens else 0
+
     def with_chunks(self, tokens: int | None) -> Train:
         """This section with chunks of so many tokens; None for those that are still to be chosen.
 

@@ -26,7 +26,7 @@ class GatedMLP(nn.Module):
         hidden: int,
         ffn: int,
         linear: MakeLinear,
-        norm: nn.Module | None = None,
+        norm: RMSNorm | None = None,
         activation: str = "silu",
     ) -> None:
         super().__init__()

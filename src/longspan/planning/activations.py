@@ -87,9 +87,7 @@ class Activations:
         self.queries = model.heads * model.head_dim / tensor
         self.keys = model.kv_heads * model.head_dim / tensor
         self.ffn = model.ffn / tensor
-        tile = train.mlp_tile_tokens
-        self.tile = tile if tile < self.tokens else 0
-        """Tokens of a tile of the MLP; 0 if it has none."""
+        self.tile = train.tile_of(self.tokens)
 
     def block(self, block: int = 0) -> BlockActivations:
         """The activations of a block; blocks differ in their patterns and the ranks of their linear

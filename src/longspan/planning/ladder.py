@@ -156,7 +156,8 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
     if train.optimizer == "adamw" and is_native:
         change = _set("train", optimizer="adamw8bit")
         yield "train.optimizer=adamw8bit", "8-bit moments", change, 1
-    if not train.mlp_tile_tokens and train.micro_batch * run.data.context > TILE_TOKENS:
+    tokens = train.micro_batch * (train.chunk_tokens or run.data.context) // ranks["sequence"]
+    if not train.mlp_tile_tokens and tokens > TILE_TOKENS:
         change = _set("train", mlp_tile_tokens=TILE_TOKENS)
         cost = "gate and up of the MLP again, unless recomputed anyway"
         yield f"train.mlp_tile_tokens={TILE_TOKENS}", cost, change, 1

@@ -243,7 +243,7 @@ def _layer(
     modes = Counter(train.checkpointing_of(block) for block in range(model.layers))
     again = FORWARD_TRAFFIC * traffic * (1 - modes["none"] / model.layers)
     again += (forward + attention) * modes["full"] / model.layers  # of the average block
-    if 0 < train.mlp_tile_tokens < tokens:
+    if train.tile_of(tokens):
         again += _tiles_s(run, tokens, forward, 1 - modes["full"] / model.layers, bandwidth)
     found = {
         "matrix products": forward + backward,
@@ -261,7 +261,7 @@ def _layer(
     if train.offload_activations:
         # Copied out during the forward pass and in during the backward pass, on their own streams.
         in_forward = forward + attention + FORWARD_TRAFFIC * traffic
-        size = activation_bytes(model, train, shape.width) * tokens / shape.tensor
+        size = activation_bytes(model, train, shape.width, tokens) / shape.tensor
         if train.offload_limit_gib is not None:  # of the average block
             blocks = model.layers / shape.ranks["pipeline"]
             size = min(size, train.offload_limit_gib * 2**30 / blocks)
