@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,27 @@ def machine(device: str) -> str:
     )
     commit = f", commit {git.stdout.strip()}" if git.returncode == 0 else ""
     return f"{name}, torch {torch.__version__}{commit}"
+
+
+class StepClock:
+    """Times steps on a device without having the host wait for it, as training does not either."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_gpu = device.type == "cuda"
+        self._ticks: list[Any] = []
+        self.tick()
+
+    def tick(self) -> None:
+        """A step ends."""
+        if self._is_gpu:
+            self._ticks.append(torch.cuda.Event(enable_timing=True))
+            self._ticks[-1].record()
+        else:
+            self._ticks.append(time.perf_counter())
+
+    def seconds(self) -> list[float]:
+        """Of each step."""
+        if not self._is_gpu:
+            return [b - a for a, b in pairwise(self._ticks)]
+        torch.cuda.synchronize()
+        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._ticks)]

@@ -8,12 +8,12 @@ in bf16 by autocast, with the fused AdamW: what nanoGPT does.
 from __future__ import annotations
 
 import statistics
-import time
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, linear, scaled_dot_product_attention
 
+from longspan.benchmarks.measure import StepClock
 from longspan.config import Model
 
 
@@ -67,17 +67,14 @@ def seconds_per_step(
         gpt = PlainGPT(model, context)
     loss_of = torch.compile(gpt) if is_gpu else gpt
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
-    seconds = []
+    clock = StepClock(device)
     for _ in range(warm_up + steps):
         tokens = torch.randint(model.vocab, (batch, context + 1), device=device)
-        start = time.perf_counter()
         with torch.autocast(device.type, torch.bfloat16, enabled=is_gpu):
             loss = loss_of(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if is_gpu:
-            torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[warm_up:])
+        clock.tick()
+    return statistics.median(clock.seconds()[warm_up:])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import statistics
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +18,7 @@ import tomli_w
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from longspan.benchmarks.measure import Rows, machine, open_console, write_result
+from longspan.benchmarks.measure import Rows, StepClock, machine, open_console, write_result
 from longspan.config import Run
 from longspan.data import Prefetcher, open_source
 from longspan.device import matmul_precision, resolve
@@ -149,7 +148,7 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
     """Seconds of each of `steps` steps of a run in this process; peak bytes, 0 on a CPU."""
     device = torch.device(run.train.device)
     is_gpu = device.type == "cuda"
-    source, seconds = open_source(run.data, run.model), list[float]()
+    source, clock = open_source(run.data, run.model), StepClock(device)
     with open_mesh(run.layout, World(0, 1, 0), device) as mesh, matmul_precision(run.train):
         engine = open_engine(run, mesh, device, forward_context_of(run.train))
         state = TrainState(engine, mesh, Guard(0.0, device))
@@ -157,11 +156,9 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
             for step in range(WARM_UP + steps):
                 if is_gpu and step == WARM_UP:
                     torch.cuda.reset_peak_memory_stats()
-                start = time.perf_counter()
                 train_step(state, data, run.train, device)
-                if is_gpu:
-                    torch.cuda.synchronize()
-                seconds.append(time.perf_counter() - start)
+                clock.tick()
+            seconds = clock.seconds()
     peak = torch.cuda.max_memory_allocated() if is_gpu else 0
     return seconds[WARM_UP:], peak
 

@@ -106,14 +106,15 @@ def _sharded_losses_and_dlogits(
     dist.all_reduce(sums, group=group)
     lse = row_max + sums[:, :1].log()
     target_log_p = sums[:, 1:] - lse
-    dlogits = (x - lse).exp()
+    is_ignored = (target == IGNORE_INDEX)[:, None]
+    dlogits = (x - lse.masked_fill(is_ignored, torch.inf)).exp()
     at_target = target_log_p.expm1()
     if z_loss:
         slope = 2 * z_loss * lse
         at_target = at_target + slope * target_log_p.exp()
         dlogits *= 1 + slope
     dlogits.scatter_(1, index, torch.where(is_local, at_target, dlogits.gather(1, index)))
-    return -target_log_p, dlogits.to(logits.dtype)
+    return -target_log_p.masked_fill(is_ignored, 0), dlogits.to(logits.dtype)
 
 
 def _losses_and_dlogits(
@@ -121,15 +122,16 @@ def _losses_and_dlogits(
 ) -> tuple[Tensor, Tensor]:
     """−log p of each target (tokens, 1), and d loss / d logits in the logits' dtype.
 
-    That is p − one-hot, plus 2 · z_loss · log Z · p. At the target, p − 1 is computed by expm1:
-    rounding p first would lose it for p near 1.
+    That is p − one-hot, plus 2 · z_loss · log Z · p; both are 0 where there is no target. At the
+    target, p − 1 is computed by expm1: rounding p first would lose it for p near 1.
     """
-    # Other negative targets must fail, not be taken for token 0.
-    index = target.where(target != IGNORE_INDEX, 0)[:, None]
     if has_kernel(logits):
         from longspan.nn.loss_kernel import losses_and_dlogits
 
-        return losses_and_dlogits(logits, index, z_loss, needs_grad)
+        return losses_and_dlogits(logits, target, z_loss, needs_grad)
+    # Other negative targets must fail, not be taken for token 0.
+    is_ignored = (target == IGNORE_INDEX)[:, None]
+    index = target[:, None].masked_fill(is_ignored, 0)
     exact = accumulation_dtype(logits)
     log_p = logits.log_softmax(-1, dtype=exact)  # (tokens, vocab)
     target_log_p = log_p.gather(1, index)
@@ -142,7 +144,9 @@ def _losses_and_dlogits(
         else:
             torch.exp(log_p, out=logits)
         logits.scatter_(1, index, at_target.to(logits.dtype))
-    return -target_log_p, logits
+        if is_ignored.any():
+            logits.masked_fill_(is_ignored, 0)
+    return -target_log_p.masked_fill(is_ignored, 0), logits
 
 
 def has_kernel(x: Tensor) -> bool:
@@ -179,7 +183,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         total = hidden.new_zeros((), dtype=exact)
         for start in range(0, len(hidden), chunk):
             h, target = hidden[start : start + chunk], targets[start : start + chunk]
-            valid = (target != IGNORE_INDEX)[:, None]  # (chunk, 1)
             if group is None:
                 needs_grad = needs_hidden or needs_weight
                 losses, dlogits = _losses_and_dlogits(h @ weight.T, target, z_loss, needs_grad)
@@ -187,11 +190,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 losses, dlogits = _sharded_losses_and_dlogits(
                     h @ weight.T, target, z_loss, first_row, group
                 )
-            total += (losses * valid).sum()
+            total += losses.sum()
             if grad_hidden is not None:
-                grad_hidden[start : start + chunk] = (dlogits @ weight).mul_(valid)
+                torch.mm(dlogits, weight, out=grad_hidden[start : start + chunk])
             if grad_weight is not None:
-                add_product(grad_weight, dlogits.T, h * valid)
+                add_product(grad_weight, dlogits.T, h)
             del dlogits  # before the next chunk allocates its logits
         if grad_hidden is not None and group is not None:
             dist.all_reduce(grad_hidden, group=group)

@@ -10,26 +10,30 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from longspan.constants import IGNORE_INDEX
+
 # mypy: ignore-errors
 
-BLOCK = 4096
+BLOCK = 8192
 """Columns at a time."""
 WARPS = 8
 
 
 def losses_and_dlogits(
-    logits: Tensor, index: Tensor, z_loss: float, needs_grad: bool
+    logits: Tensor, targets: Tensor, z_loss: float, needs_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """−log p of the target of each row, float32 (rows, 1), and `logits`.
 
-    logits: (rows, vocab), which d loss / d logits replaces if `needs_grad`; index: int64 (rows, 1).
+    logits: (rows, vocab), which d loss / d logits replaces if `needs_grad`; targets: int64 (rows,).
+    Both are 0 in rows whose target is IGNORE_INDEX.
     """
     rows, vocab = logits.shape
     assert logits.is_contiguous()
     losses = torch.empty(rows, 1, dtype=torch.float32, device=logits.device)
-    at_target = logits.gather(1, index)  # fails for a target outside of the vocabulary
+    # Fails for a target outside of the vocabulary, as other negative ones are.
+    at_target = logits.gather(1, targets.where(targets != IGNORE_INDEX, 0)[:, None])
     _softmax[(rows,)](
-        logits, index, at_target, losses, vocab, 2 * z_loss,
+        logits, targets, at_target, losses, vocab, 2 * z_loss, IGNORE=IGNORE_INDEX,
         HAS_Z_LOSS=z_loss != 0, NEEDS_GRAD=needs_grad, BLOCK=BLOCK, num_warps=WARPS,
     )  # fmt: skip
     return losses, logits
@@ -38,33 +42,39 @@ def losses_and_dlogits(
 @triton.jit
 def _softmax(
     logits, targets, at_target, losses, vocab, slope_of_lse,
-    HAS_Z_LOSS: tl.constexpr, NEEDS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
+    IGNORE: tl.constexpr, HAS_Z_LOSS: tl.constexpr, NEEDS_GRAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocab
     target = tl.load(targets + row)
     column = tl.arange(0, BLOCK)
-    # The maximum and the sum of each lane, from a finite start: −inf − (−inf) is not a number.
-    top = tl.full([BLOCK], -3e38, tl.float32)
+    if target == IGNORE:
+        tl.store(losses + row, 0.0)
+        if NEEDS_GRAD:
+            for start in range(0, vocab, BLOCK):
+                at = start + column
+                tl.store(logits + at, tl.zeros([BLOCK], logits.dtype.element_ty), at < vocab)
+        return
+    top = -3e38  # finite: −inf − (−inf) is not a number
     total = tl.zeros([BLOCK], tl.float32)
     for start in range(0, vocab, BLOCK):
         at = start + column
         x = tl.load(logits + at, at < vocab, float("-inf")).to(tl.float32)
-        new_top = tl.maximum(top, x, propagate_nan=tl.PropagateNan.ALL)
-        total = total * tl.exp(top - new_top) + tl.exp(x - new_top)
+        new_top = tl.maximum(top, tl.max(x, 0))
+        total = total * tl.exp(top - new_top) + tl.exp(x - new_top)  # NaN if any logit is
         top = new_top
-    row_top = tl.max(top, 0)
-    log_sum = tl.log(tl.sum(total * tl.exp(top - row_top), 0))
-    target_log_p = (tl.load(at_target + row).to(tl.float32) - row_top) - log_sum
+    log_sum = tl.log(tl.sum(total, 0))
+    target_log_p = (tl.load(at_target + row).to(tl.float32) - top) - log_sum
     tl.store(losses + row, -target_log_p)
     if NEEDS_GRAD:
         target_p = tl.exp(target_log_p)
         target_grad = target_p - 1.0  # rounded to 16 bits only now: p may be near 1
-        lse = row_top + log_sum
+        lse = top + log_sum
         factor = 1.0
         if HAS_Z_LOSS:
-            factor = 1.0 + slope_of_lse * lse
-            target_grad += slope_of_lse * lse * target_p
+            slope = slope_of_lse * lse
+            factor = 1.0 + slope
+            target_grad += slope * target_p
         for start in range(0, vocab, BLOCK):
             at = start + column
             x = tl.load(logits + at, at < vocab, float("-inf")).to(tl.float32)

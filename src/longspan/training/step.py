@@ -65,7 +65,8 @@ def train_step(
     expected = train.global_batch if targets is None else max(1, targets)
     # DDP and FSDP average gradients over ranks, and they should be summed.
     scale = math.nan if injects_nan(state.step + 1) else mesh.gradient_ranks / expected
-    loss, count = engine.backward(batch, torch.tensor(scale, device=device))
+    # Filled on the device: a copy from the host would wait for the step before.
+    loss, count = engine.backward(batch, torch.full((), scale, device=device))
     loss /= mesh.gradient_ranks
     all_reduce_loss(mesh, loss)
     divisor = None

@@ -160,6 +160,15 @@ def test_tiles_of_16_bit_inputs(dims: int, tokens: int) -> None:
         assert_equals_oracle(qkv, pattern, 4e-3)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dims", "tokens"), [(64, 2048), (64, 4224), (64, 2049), (128, 2048)])
+def test_dense_attention_of_16_bit_inputs(dims: int, tokens: int) -> None:
+    qkv = random_qkv(2, tokens, 4, 2, dims, device="cuda", dtype=torch.bfloat16)
+    is_ours = dims == 64 and tokens % 128 == 0 and launch.has_gluon(qkv[0].device)
+    assert choose_backend(*qkv[:2], Mask(Dense())).name == ("triton" if is_ours else "sdpa")
+    assert_equals_oracle(qkv, Dense(), 4e-3)
+
+
 @pytest.fixture
 def deterministic() -> Iterator[None]:
     torch.use_deterministic_algorithms(True)

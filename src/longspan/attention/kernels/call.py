@@ -16,7 +16,7 @@ from longspan.attention.kernels.inputs import tiles_of
 from longspan.attention.kernels.launch import Tiles
 from longspan.attention.kernels.schedule import Branch, BranchSchedule, schedule_branches
 from longspan.attention.kernels.whole_segments import WholeSegments, has_kernels
-from longspan.attention.pattern import BlockSparse, Dilated, Pattern
+from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
 
 PARTIAL_BYTES = 128 << 20
 """Of each float32 buffer that merges branches; longer sequences are processed slab by slab."""
@@ -131,6 +131,10 @@ class Call:
     def whole_segments(self) -> WholeSegments | None:
         """The kernels for whole segments, where they serve."""
         is_plain = self.is_causal and not (self.has_ids or self.has_documents or self.blocks)
+        # A dilated pattern of one branch gives the same bits as each of its documents alone, for
+        # which there are Triton's kernels.
+        is_plain &= isinstance(self.pattern, Dense) or len(self.branches) > 1
+        is_plain &= self.scale > 0  # the largest score is that of the largest product
         if not is_plain or not has_kernels(self.device, self.dtype, self.head_dim):
             return None
         kernels = WholeSegments(

@@ -5,7 +5,8 @@ rate · token stride), at the column of its residue and head.
 
 A program has two tiles of keys. Two groups of four warps each compute one of them, step by step
 over the queries, and a warp of its own loads those: while one group computes exponentials, the
-other multiplies. What a step gives dQ is added to global memory by the copy engine.
+other multiplies. The groups take turns to multiply dS of both with the keys, step by step; the copy
+engine adds the result to dQ in global memory.
 """
 
 from __future__ import annotations
@@ -64,32 +65,26 @@ def _load_queries(
 
 
 @gluon.jit
-def _add_dq(dq_value, dq, dq_tile, row, column):
-    tma.store_wait(0)
-    thread_barrier()
-    dq_tile.store(dq_value)
-    fence_async_shared()
-    async_add_shared_to_global(dq, [row, column], dq_tile)
-
-
-@gluon.jit
 def _step(
-    dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, ds_tile,
-    dq_tile, dq, j, begin, origin, dq_column, col, k_log_count, q_log_count,
-    is_sparse, shift, scale_log2,
-    DIAGONAL: gl.constexpr, RATIOS: gl.constexpr, TILE: gl.constexpr,
-    STAGES: gl.constexpr, SCORES: gl.constexpr, GRADS: gl.constexpr, OPERAND: gl.constexpr,
-    HEAD_DIM: gl.constexpr,
+    dk_acc, dv_acc, k_operand, v_operand, k_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ready,
+    free, ds_tiles, ds_ready, ds_free, dq_tile, dq, j, begin, origin, dq_column, col, k_log_count,
+    q_log_count, is_sparse, shift, scale_log2,
+    INDEX: gl.constexpr, DIAGONAL: gl.constexpr, ALONE: gl.constexpr, RATIOS: gl.constexpr,
+    TILE: gl.constexpr, STAGES: gl.constexpr, SCORES: gl.constexpr, GRADS: gl.constexpr,
+    OPERAND: gl.constexpr, HEAD_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Step j of a tile of keys."""
+    """Step j of a tile of keys, that of group INDEX; in every second one it is its turn with dQ.
+
+    ALONE: the queries do not see the other group's keys.
+    """
     ROW: gl.constexpr = gl.SliceLayout(0, SCORES)
-    buffer = j % STAGES
-    m = begin + j * TILE
+    buffer, m = j % STAGES, begin + j * TILE
+    turn, round_of_turn = j % 2, j // 2 % 2
     zero = gl.zeros([TILE, TILE], gl.float32, layout=SCORES)
     q_tile, do_tile = q_tiles.index(buffer), do_tiles.index(buffer)
     mbarrier.wait(ready.index(buffer), j // STAGES % 2)
-    qk = warpgroup_mma(k_tile, q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
-    dp = warpgroup_mma(v_tile, do_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+    qk = warpgroup_mma(k_operand, q_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
+    dp = warpgroup_mma(v_operand, do_tile.permute([1, 0]), zero, use_acc=False, is_async=True)
     qk = warpgroup_mma_wait(1, deps=[qk])
     lse_i = lse_tiles.index(buffer).load(ROW)
     qk = qk * scale_log2
@@ -100,27 +95,46 @@ def _step(
         row = m + gl.arange(0, TILE, layout=ROW)
         qk = gl.where(row[None, :] >= col[:, None], qk, float("-inf"))
     p = gl.exp2(qk - lse_i[None, :])
-    p_operand = gl.convert_layout(p.to(ds_tile.dtype), OPERAND)
+    p_operand = gl.convert_layout(p.to(ds_tiles.dtype), OPERAND)
     dv_acc = warpgroup_mma(p_operand, do_tile, dv_acc, is_async=True)
     delta_i = delta_tiles.index(buffer).load(ROW)
     dp = warpgroup_mma_wait(1, deps=[dp])
-    ds_value = (p * (dp - delta_i[None, :])).to(ds_tile.dtype)
-    ds_tile.store(ds_value)
+    ds_value = (p * (dp - delta_i[None, :])).to(ds_tiles.dtype)
+    if turn != INDEX:
+        mbarrier.wait(ds_free.index(turn), round_of_turn ^ 1)
+        tma.store_wait(0)  # what this group added to dQ in the step before has left its buffer
+    ds_tiles.index(2 * turn + INDEX).store(ds_value)
     fence_async_shared()
+    thread_barrier()
     dk_acc = warpgroup_mma(gl.convert_layout(ds_value, OPERAND), q_tile, dk_acc, is_async=True)
-    zero_dq = gl.zeros([TILE, HEAD_DIM], gl.float32, layout=GRADS)
-    dq_value = warpgroup_mma(ds_tile.permute([1, 0]), k_tile, zero_dq, use_acc=False, is_async=True)
-    dk_acc, dv_acc, dq_value = warpgroup_mma_wait(0, deps=[dk_acc, dv_acc, dq_value])
-    _add_dq(dq_value, dq, dq_tile, origin + m, dq_column)  # after which all warps have met
+    if turn != INDEX:
+        mbarrier.arrive(ds_ready.index(turn), count=1)
+    dk_acc, dv_acc = warpgroup_mma_wait(0, deps=[dk_acc, dv_acc])
+    thread_barrier()
     mbarrier.arrive(free.index(buffer), count=1)
+    if turn == INDEX:
+        zero_dq = gl.zeros([TILE, HEAD_DIM], gl.float32, layout=GRADS)
+        own = ds_tiles.index(2 * turn + INDEX).permute([1, 0])
+        dq_value = warpgroup_mma(own, k_tiles.index(INDEX), zero_dq, use_acc=False, is_async=True)
+        mbarrier.wait(ds_ready.index(turn), round_of_turn)
+        if not ALONE:
+            other = ds_tiles.index(2 * turn + 1 - INDEX).permute([1, 0])
+            dq_value = warpgroup_mma(other, k_tiles.index(1 - INDEX), dq_value, is_async=True)
+        dq_value = warpgroup_mma_wait(0, deps=[dq_value])
+        dq_tile.store(dq_value)
+        fence_async_shared()
+        thread_barrier()
+        async_add_shared_to_global(dq, [origin + m, dq_column], dq_tile)
+        mbarrier.arrive(ds_free.index(turn), count=1)
     return dk_acc, dv_acc
 
 
 @gluon.jit
 def _consume(
-    k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, ds_tile, dq_tile, dq,
-    dk, dv, partial_k, partial_v, dk_strides, partial_strides, batch, head, origin, first, begin,
-    steps, rho, shift, rate, partial_rate, dq_column, scale_log2, softmax_scale,
+    k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, ds_tiles, ds_ready,
+    ds_free, dq_tile, dq, dk, dv, partial_k, partial_v, dk_strides, partial_strides, batch, head,
+    origin, first, begin, steps, rho, shift, rate, partial_rate, dq_column, scale_log2,
+    softmax_scale,
     INDEX: gl.constexpr, RATIOS: gl.constexpr, SKIP_INNER: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -132,30 +146,34 @@ def _consume(
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     dk_acc = gl.zeros([TILE, HEAD_DIM], gl.float32, layout=GRADS)
     dv_acc = gl.zeros([TILE, HEAD_DIM], gl.float32, layout=GRADS)
+    k_operand, v_operand = k_tiles.index(INDEX), v_tiles.index(INDEX)
+    if HEAD_DIM == 64:  # in registers, of which there are enough: every step reads them
+        KEYS: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+        k_operand, v_operand = k_operand.load(KEYS), v_operand.load(KEYS)
     col = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
     k_log_count = log_counts(col, shift, RATIOS)
     i = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     q_log_count, is_sparse = log_counts_in_tile(i, shift, RATIOS, TILE)
-    # Of the queries before its keys, a tile sees none.
-    SKIPPED: gl.constexpr = 0 if SKIP_INNER else INDEX * TILE // TILE
-    if SKIPPED > 0:
+    done: gl.constexpr = 0 if SKIP_INNER else INDEX + 1
+    if not SKIP_INNER and INDEX == 1:  # its keys are not seen by the queries of the first step
         mbarrier.wait(ready.index(0), 0)
         thread_barrier()
+        mbarrier.arrive(ds_ready.index(0), count=1)
         mbarrier.arrive(free.index(0), count=1)
-    if steps > SKIPPED:
+    if not SKIP_INNER:
         dk_acc, dv_acc = _step(
-            dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles,
-            ready, free, ds_tile, dq_tile, dq, SKIPPED, begin, origin, dq_column, col, k_log_count,
-            q_log_count, is_sparse, shift, scale_log2, not SKIP_INNER, RATIOS, TILE, STAGES, SCORES,
-            GRADS, OPERAND, HEAD_DIM,
+            dk_acc, dv_acc, k_operand, v_operand, k_tiles, q_tiles, do_tiles, lse_tiles,
+            delta_tiles, ready, free, ds_tiles, ds_ready, ds_free, dq_tile, dq, INDEX, begin,
+            origin, dq_column, col, k_log_count, q_log_count, is_sparse, shift, scale_log2, INDEX,
+            True, INDEX == 0, RATIOS, TILE, STAGES, SCORES, GRADS, OPERAND, HEAD_DIM,
         )  # fmt: skip
-        for j in range(SKIPPED + 1, steps):
-            dk_acc, dv_acc = _step(
-                dk_acc, dv_acc, k_tile, v_tile, q_tiles, do_tiles, lse_tiles, delta_tiles,
-                ready, free, ds_tile, dq_tile, dq, j, begin, origin, dq_column, col, k_log_count,
-                q_log_count, is_sparse, shift, scale_log2, False, RATIOS, TILE, STAGES, SCORES,
-                GRADS, OPERAND, HEAD_DIM,
-            )  # fmt: skip
+    for j in range(done, steps):
+        dk_acc, dv_acc = _step(
+            dk_acc, dv_acc, k_operand, v_operand, k_tiles, q_tiles, do_tiles, lse_tiles,
+            delta_tiles, ready, free, ds_tiles, ds_ready, ds_free, dq_tile, dq, j, begin, origin,
+            dq_column, col, k_log_count, q_log_count, is_sparse, shift, scale_log2, INDEX, False,
+            False, RATIOS, TILE, STAGES, SCORES, GRADS, OPERAND, HEAD_DIM,
+        )  # fmt: skip
 
     row = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, GRADS))
     position = rho + row * rate
@@ -235,15 +253,20 @@ def backward(
     q_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, TILE, HEAD_DIM], q.layout)
     do_tiles = gl.allocate_shared_memory(q.dtype, [STAGES, TILE, HEAD_DIM], q.layout)
     DS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([TILE, TILE], gl.float16)
-    ds_tiles = gl.allocate_shared_memory(q.dtype, [2, TILE, TILE], DS)
-    dq_tiles = gl.allocate_shared_memory(gl.float32, [2, TILE, HEAD_DIM], dq.layout)
+    ds_tiles = gl.allocate_shared_memory(q.dtype, [4, TILE, TILE], DS)
+    dq_tile = gl.allocate_shared_memory(gl.float32, dq.block_shape, dq.layout)
     PLAIN: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], PLAIN)
     delta_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, TILE], PLAIN)
     keys_ready = gl.allocate_shared_memory(gl.int64, [1, 1], mbarrier.MBarrierLayout())
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    ds_ready = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    ds_free = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     mbarrier.init(keys_ready.index(0), count=1)
+    for i in gl.static_range(2):
+        mbarrier.init(ds_ready.index(i), count=1)
+        mbarrier.init(ds_free.index(i), count=1)
     for i in gl.static_range(STAGES):
         mbarrier.init(ready.index(i), count=2)
         mbarrier.init(free.index(i), count=2)
@@ -258,18 +281,18 @@ def backward(
     gl.warp_specialize(
         [
             (_consume, (
-                k_tiles.index(0), v_tiles.index(0), q_tiles, do_tiles, lse_tiles, delta_tiles,
-                ready, free, ds_tiles.index(0), dq_tiles.index(0), dq, dk, dv, partial_k,
-                partial_v, dk_strides, partial_strides, batch, head, origin, first, begin, steps,
-                rho, shift, rate, partial_rate, dq_column, scale_log2, softmax_scale, 0, RATIOS,
-                SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
+                k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, ds_tiles,
+                ds_ready, ds_free, dq_tile, dq, dk, dv, partial_k, partial_v, dk_strides,
+                partial_strides, batch, head, origin, first, begin, steps, rho, shift, rate,
+                partial_rate, dq_column, scale_log2, softmax_scale, 0, RATIOS, SKIP_INNER, FIRST,
+                LAST, HEAD_DIM, TILE, STAGES,
             )),
             (_consume, (
-                k_tiles.index(1), v_tiles.index(1), q_tiles, do_tiles, lse_tiles, delta_tiles,
-                ready, free, ds_tiles.index(1), dq_tiles.index(1), dq, dk, dv, partial_k,
-                partial_v, dk_strides, partial_strides, batch, head, origin, first + TILE, begin,
-                steps, rho, shift, rate, partial_rate, dq_column, scale_log2, softmax_scale, 1,
-                RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
+                k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, ds_tiles,
+                ds_ready, ds_free, dq_tile, dq, dk, dv, partial_k, partial_v, dk_strides,
+                partial_strides, batch, head, origin, first + TILE, begin, steps, rho, shift, rate,
+                partial_rate, dq_column, scale_log2, softmax_scale, 1, RATIOS, SKIP_INNER, FIRST,
+                LAST, HEAD_DIM, TILE, STAGES,
             )),
             (_load_queries, (
                 q, do, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, q_origin,

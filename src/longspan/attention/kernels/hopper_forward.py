@@ -45,24 +45,27 @@ def _softmax(
     DIAGONAL: gl.constexpr, RATIOS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """P of a tile of scores, and what earlier results are multiplied by."""
-    qk = qk * scale_log2
     if len(RATIOS) > 0:
         k_log_count = with_sparse_row(k_log_count, is_sparse, n, shift, RATIOS, TILE)
-        qk += gl.minimum(q_log_count[:, None], k_log_count[None, :])
+        qk = qk * scale_log2 + gl.minimum(q_log_count[:, None], k_log_count[None, :])
     if DIAGONAL:
         col = n + gl.arange(0, TILE, layout=gl.SliceLayout(0, qk.type.layout))
         qk = gl.where(row[:, None] >= col[None, :], qk, float("-inf"))
-    m_new = gl.maximum(m_i, gl.max(qk, 1))
-    p = gl.exp2(qk - m_new[:, None])
+    if len(RATIOS) > 0:
+        m_new = gl.maximum(m_i, gl.max(qk, 1))
+        p = gl.exp2(qk - m_new[:, None])
+    else:  # the product and the difference are one instruction
+        m_new = gl.maximum(m_i, gl.max(qk, 1) * scale_log2)
+        p = gl.exp2(qk * scale_log2 - m_new[:, None])
     alpha = gl.exp2(m_i - m_new)
     return p, l_i * alpha + gl.sum(p, 1), m_new, alpha
 
 
 @gluon.jit
 def _forward_step(
-    acc, p_operand, l_i, m_i, q_tile, k_tiles, v_tiles, k_ready, v_ready, k, v, j, steps, k_origin,
-    k_column, v_origin, v_column, begin, row, q_log_count, k_log_count, is_sparse,
-    shift, scale_log2,
+    acc, p_operand, l_i, m_i, q_operand, k_tiles, v_tiles, k_ready, v_ready, k, v, j, steps,
+    k_origin, k_column, v_origin, v_column, begin, row, q_log_count, k_log_count, is_sparse, shift,
+    scale_log2,
     DIAGONAL: gl.constexpr, RATIOS: gl.constexpr, TILE: gl.constexpr,
     SCORES: gl.constexpr, RESULT: gl.constexpr, OPERAND: gl.constexpr,
 ):  # fmt: skip
@@ -74,7 +77,7 @@ def _forward_step(
     zero = gl.zeros([TILE, TILE], gl.float32, layout=SCORES)
     mbarrier.wait(k_ready.index(j % 2), j // 2 % 2)
     k_tile = k_tiles.index(j % 2).permute([1, 0])
-    qk = warpgroup_mma(q_tile, k_tile, zero, use_acc=False, is_async=True)
+    qk = warpgroup_mma(q_operand, k_tile, zero, use_acc=False, is_async=True)
     mbarrier.wait(v_ready.index((j - 1) % 2), (j - 1) // 2 % 2)
     acc = warpgroup_mma(p_operand, v_tiles.index((j - 1) % 2), acc, is_async=True)
     qk = warpgroup_mma_wait(1, deps=[qk])
@@ -160,8 +163,11 @@ def forward(
 
         zero = gl.zeros([TILE, TILE], gl.float32, layout=SCORES)
         mbarrier.wait(q_ready.index(0), 0)
+        q_operand = q_tile
+        if HEAD_DIM == 64 and len(RATIOS) == 0:  # in registers, of which there are enough
+            q_operand = q_tile.load(gl.DotOperandLayout(0, SCORES, 2))
         mbarrier.wait(k_ready.index(0), 0)
-        qk = warpgroup_mma(q_tile, k_tiles.index(0).permute([1, 0]), zero, use_acc=False)
+        qk = warpgroup_mma(q_operand, k_tiles.index(0).permute([1, 0]), zero, use_acc=False)
         p, l_i, m_i, alpha = _softmax(
             qk, l_i, m_i, row, begin, q_log_count, k_log_count, is_sparse, shift, scale_log2,
             DIAGONAL, RATIOS, TILE,
@@ -171,13 +177,13 @@ def forward(
         acc = warpgroup_mma_init(acc * alpha[:, None])
         for j in range(1, steps - 1 if DIAGONAL else steps):
             acc, p_operand, l_i, m_i = _forward_step(
-                acc, p_operand, l_i, m_i, q_tile, k_tiles, v_tiles, k_ready, v_ready, k, v, j,
+                acc, p_operand, l_i, m_i, q_operand, k_tiles, v_tiles, k_ready, v_ready, k, v, j,
                 steps, k_origin, k_column, v_origin, v_column, begin, row, q_log_count, k_log_count,
                 is_sparse, shift, scale_log2, False, RATIOS, TILE, SCORES, RESULT, OPERAND,
             )  # fmt: skip
         if DIAGONAL and steps > 1:
             acc, p_operand, l_i, m_i = _forward_step(
-                acc, p_operand, l_i, m_i, q_tile, k_tiles, v_tiles, k_ready, v_ready, k, v,
+                acc, p_operand, l_i, m_i, q_operand, k_tiles, v_tiles, k_ready, v_ready, k, v,
                 steps - 1, steps, k_origin, k_column, v_origin, v_column, begin, row, q_log_count,
                 k_log_count, is_sparse, shift, scale_log2, True, RATIOS, TILE, SCORES, RESULT,
                 OPERAND,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from threading import Timer
 from typing import Any
 
@@ -22,7 +21,6 @@ ANNOUNCED_AFTER_S = 2.0
 """Seconds of compilation after which a message says what the program waits for."""
 
 
-@lru_cache(maxsize=8)
 def has_gluon(device: torch.device) -> bool:
     """Whether the kernels in Gluon run: it is experimental, and they were tested with Triton 3.6
     and 3.7, on compute capability 9.0."""

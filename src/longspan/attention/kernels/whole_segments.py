@@ -44,9 +44,8 @@ class WholeSegments:
         return schedule_branches(self.branches, has_blocks=False, max_ratio=None)
 
     def fit(self, tokens: int) -> bool:
-        """Whether so many tokens are whole segments of several branches, each of whole tiles."""
-        is_nested = len(self.branches) > 1 and self.schedule.is_nested
-        return is_nested and all(
+        """Whether so many tokens are whole segments of the branches, each of whole tiles."""
+        return self.schedule.is_nested and all(
             tokens % (b.segment * b.rate) == 0 and (b.inner or b.segment) % (2 * TILE) == 0
             for b in self.schedule.branches
         )
