@@ -183,7 +183,7 @@ class StepClock:
     def tick(self) -> None:
         """A step ends."""
         if self._is_gpu:
-            self._ticks.append(torch.cuda.Event(enable_timing=True))
+            self._ticks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             self._ticks[-1].record()
         else:
             self._ticks.append(time.perf_counter())

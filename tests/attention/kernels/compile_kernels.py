@@ -22,6 +22,7 @@ from longspan.attention.kernels import (
     hopper,
     hopper_backward,
     hopper_forward,
+    rows,
     window_kernels,
 )
 
@@ -66,7 +67,7 @@ def compile_kernel(
     source = source_type(function, signature, places, {})
     options = {"num_warps": 4, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    if function not in (branch.backward_preprocess, decode._decode):
+    if function not in (rows.backward_preprocess, decode._decode):
         assert "wgmma" in compiled.asm["ptx"]
 
 
@@ -161,7 +162,7 @@ if __name__ == "__main__":
             compile_branch(kernel, **changes)
     for changes in WINDOWS if is_all else WINDOWS[:1]:
         compile_window(WINDOW_KERNELS if is_all else WINDOW_KERNELS[::3], changes)
-    compile_kernel(branch.backward_preprocess, {"HEAD_DIM": 64, "TILE_D": 64, "TILE": 64}, {}, 1)
+    compile_kernel(rows.backward_preprocess, {"HEAD_DIM": 64, "TILE_D": 64, "TILE": 64}, {}, 1)
     for head_dim in (64, 128) if is_all else (64,):
         compile_whole_segments(head_dim)
     if is_all:

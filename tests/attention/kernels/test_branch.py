@@ -34,6 +34,7 @@ from tests.attention.test_functional import dilated_patterns, output_and_gradien
 dispatch = pytest.importorskip("longspan.attention.kernels.dispatch")
 branch = pytest.importorskip("longspan.attention.kernels.branch")
 call = pytest.importorskip("longspan.attention.kernels.call")
+rows = pytest.importorskip("longspan.attention.kernels.rows")
 launch = pytest.importorskip("longspan.attention.kernels.launch")
 HAS_GPU = torch.cuda.is_available()
 DEVICES = [
@@ -331,7 +332,7 @@ def test_a_compilation_that_takes_long_is_announced(
 
 @pytest.mark.gpu
 def test_kernels_are_reused_for_other_shapes() -> None:
-    kernels = (branch.forward, branch.backward_preprocess, branch.backward_dq, branch.backward_dkdv)
+    kernels = (branch.forward, rows.backward_preprocess, branch.backward_dq, branch.backward_dkdv)
     pattern = Dilated((64, 256), (1, 4))
 
     def compiled_after(batch: int, tokens: int) -> int:

@@ -184,7 +184,7 @@ def backward(
 ) -> None:
     """Write the gradients dq, dk and dv, all (batch, tokens, heads of q, head_dim), contiguous.
 
-    `lse` and `delta` are `safe_lse` and `delta` of `branch.backward_preprocess`.
+    `lse` and `delta` are `safe_lse` and `delta` of `rows.backward_preprocess`.
     """
     (batch, tokens, heads, head_dim), group = q.shape, q.shape[2] // k.shape[2]
     max_tiles = SCRATCH_BYTES // (2 * BLOCK * BLOCK * q.element_size())

@@ -194,27 +194,6 @@ def forward(
         tl.store(partial_rows, acc, mask=in_bounds)
 
 
-@triton.jit(do_not_specialize=SHAPES)
-def backward_preprocess(
-    out, do, lse, delta, safe_lse, out_strides, do_strides, lse_stride, delta_stride, tokens,
-    heads,
-    HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """delta = rowsum(dO ∘ O); safe_lse = the log-sum-exp, but +inf for queries that see no key."""
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    row = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    valid = row < tokens
-    in_bounds = valid[:, None] & (tl.arange(0, TILE_D) < HEAD_DIM)[None, :]
-    out_rows = pointers(out, out_strides, batch, row, head, TILE_D)
-    out_tile = tl.load(out_rows, mask=in_bounds, other=0.0).to(tl.float32)
-    do_rows = pointers(do, do_strides, batch, row, head, TILE_D)
-    do_tile = tl.load(do_rows, mask=in_bounds, other=0.0).to(tl.float32)
-    lse_i = tl.load(lse + tl.program_id(1).to(tl.int64) * lse_stride + row, mask=valid)
-    offset = tl.program_id(1).to(tl.int64) * delta_stride + row
-    tl.store(delta + offset, tl.sum(out_tile * do_tile, 1), mask=valid)
-    tl.store(safe_lse + offset, tl.where(lse_i == float("-inf"), float("inf"), lse_i), mask=valid)
-
-
 @triton.jit
 def _accumulate(
     acc, grad, partial, grad_strides, partial_strides, batch, position, partial_row, head, row,
@@ -249,7 +228,7 @@ def backward_dq(
     HAS_DOCUMENTS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr,
     TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries of one branch. `lse` is `safe_lse` of `backward_preprocess`."""
+    """dQ of one tile of queries. `lse` is `safe_lse` of `rows.backward_preprocess`."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     pid, base, tokens, partial_base = _work_item(work, tokens, HAS_DOCUMENTS, True)
     first, start, end, outer, outer_end = _tile_bounds(

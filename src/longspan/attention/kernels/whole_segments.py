@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from longspan.attention.kernels.block_sparse import LOG2_E
+from longspan.attention.kernels.inputs import scaled_copy
 from longspan.attention.kernels.launch import Launch, Tiles, has_gluon, launch_all
 from longspan.attention.kernels.schedule import BranchSchedule, schedule_branches
 
@@ -71,7 +72,7 @@ class WholeSegments:
     ) -> None:  # fmt: skip
         """Compute dq, dk and dv, the latter for each head of q; shapes as in `forward`.
 
-        `lse` and `delta` are those of `branch.backward_preprocess`. Tiles of keys add to dq in
+        `lse` and `delta` are those of `rows.backward_preprocess`. Tiles of keys add to dq in
         float32, in any order: the last bits differ from one call to the next.
         """
         partial_k, partial_v = self._new_partial(q), self._new_partial(q)
@@ -87,7 +88,7 @@ class WholeSegments:
             for launch in launches
         ]  # fmt: skip
         launch_all(launches, pointers)
-        torch.mul(dq_sum, self.scale, out=dq)
+        scaled_copy(dq_sum, self.scale, dq)
 
     def _new_partial(self, q: Tensor) -> Tensor:
         """Float32 (batch, every partial_rate-th token, heads, head_dim); empty for one branch."""

@@ -131,7 +131,7 @@ def backward_dq(
     CAUSAL: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_IDS: tl.constexpr, HEAD_DIM: tl.constexpr,
     TILE_D: tl.constexpr, TILE_M: tl.constexpr, TILE_N: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one tile of queries. `lse` is `safe_lse` of `branch.backward_preprocess`."""
+    """dQ of one tile of queries. `lse` is `safe_lse` of `rows.backward_preprocess`."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
     first, rho, end, first_key, query, key_row, key_rho, sink, stop = _item(work, 9)
     row = first + tl.arange(0, TILE_M)

@@ -1,0 +1,36 @@
+"""One optimizer step."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longspan.benchmarks.step_time import load
+from longspan.data import Prefetcher, open_source
+from longspan.engines import open_engine
+from longspan.parallel.mesh import open_mesh
+from longspan.parallel.world import World
+from longspan.training.guard import Guard
+from longspan.training.state import TrainState
+from longspan.training.step import forward_context_of, train_step
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("compiles", ["true", "false"])
+def test_the_host_does_not_wait_for_the_device(compiles: str) -> None:
+    size = ["model.layers=2", "data.context=4096", "train.micro_batch=1", "train.global_batch=2"]
+    run = load([*size, f"train.compile={compiles}", "train.precision=bf16"], "cuda")
+    device = torch.device("cuda")
+    with open_mesh(run.layout, World(0, 1, 0), device) as mesh:
+        engine = open_engine(run, mesh, device, forward_context_of(run.train))
+        state = TrainState(engine, mesh, Guard(0.0, device))
+        source = open_source(run.data, run.model)
+        with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
+            for step in range(4):
+                if step >= 2:
+                    torch.cuda.set_sync_debug_mode("error")
+                try:
+                    loss, _ = train_step(state, data, run.train, device)
+                finally:
+                    torch.cuda.set_sync_debug_mode("default")
+    assert loss.isfinite()
