@@ -148,11 +148,12 @@ def measure(run: Run, steps: int) -> tuple[list[float], int]:
     """Seconds of each of `steps` steps of a run in this process; peak bytes, 0 on a CPU."""
     device = torch.device(run.train.device)
     is_gpu = device.type == "cuda"
-    source, clock = open_source(run.data, run.model), StepClock(device)
+    source = open_source(run.data, run.model)
     with open_mesh(run.layout, World(0, 1, 0), device) as mesh, matmul_precision(run.train):
         engine = open_engine(run, mesh, device, forward_context_of(run.train))
         state = TrainState(engine, mesh, Guard(0.0, device))
         with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
+            clock = StepClock(device)
             for step in range(WARM_UP + steps):
                 if is_gpu and step == WARM_UP:
                     torch.cuda.reset_peak_memory_stats()
