@@ -7,11 +7,14 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longspan.constants import IGNORE_INDEX
 from longspan.nn import cross_entropy_sum
+from tests.harness import Ranks
 
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a GPU")),
@@ -168,3 +171,41 @@ def test_negative_targets_other_than_the_ignored_one_are_errors() -> None:
     for target in (-1, -2, 16):
         with pytest.raises((RuntimeError, IndexError)):
             cross_entropy_sum(hidden, weight, torch.full((4,), target))
+
+
+def sharded_loss(rank: int, world: int, z_loss: float) -> tuple[list[Tensor], list[bool]]:
+    """The loss and gradients with rows of the vocabulary on two ranks; which targets fail."""
+    mesh = init_device_mesh("cpu", (world,))
+    hidden, weight, targets = inputs_of_two_ranks()
+    rows = distribute_tensor(weight.detach(), mesh, [Shard(0)]).requires_grad_()
+    loss = cross_entropy_sum(hidden, rows, targets, chunk_elements=64, z_loss=z_loss)
+    of_hidden, of_rows = torch.autograd.grad(loss, [hidden, rows])
+    assert isinstance(of_rows, DTensor)
+    failed = []
+    for target in (-1, -101, 16):
+        try:
+            cross_entropy_sum(hidden, rows, torch.full_like(targets, target))
+            failed.append(False)
+        except RuntimeError:
+            failed.append(True)
+    return [loss.detach(), of_hidden, of_rows.full_tensor()], failed
+
+
+def inputs_of_two_ranks() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, 8, generator=generator) for n in (20, 16))
+    targets = torch.randint(16, (20,), generator=generator)
+    targets[::3] = IGNORE_INDEX
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.1])
+def test_a_sharded_vocabulary_gives_the_same(ranks: Ranks, z_loss: float) -> None:
+    """Targets that no rank has are errors there too."""
+    hidden, weight, targets = inputs_of_two_ranks()
+    loss = cross_entropy_sum(hidden, weight, targets, z_loss=z_loss)
+    expected = [loss.detach(), *torch.autograd.grad(loss, [hidden, weight])]
+    for found, failed in ranks.run(sharded_loss, 2, z_loss):
+        assert failed == [True] * 3
+        for y, z in zip(found, expected, strict=True):
+            torch.testing.assert_close(y, z)

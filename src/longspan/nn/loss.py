@@ -94,8 +94,12 @@ def _sharded_losses_and_dlogits(
     logits: Tensor, target: Tensor, z_loss: float, first_column: int, group: dist.ProcessGroup
 ) -> tuple[Tensor, Tensor]:
     """`_losses_and_dlogits` for logits (tokens, local columns) that start at `first_column`."""
+    is_ignored = (target == IGNORE_INDEX)[:, None]
     exact = accumulation_dtype(logits)
     x = logits.to(exact)
+    # Fails for a target outside of the vocabulary, which no rank would find; takes no memory.
+    vocabulary = x.new_zeros(()).expand(len(x), x.shape[1] * group.size())
+    vocabulary.gather(1, target[:, None].masked_fill(is_ignored, 0))
     row_max = x.amax(-1, keepdim=True)
     dist.all_reduce(row_max, op=dist.ReduceOp.MAX, group=group)
     index = target[:, None] - first_column
@@ -106,7 +110,6 @@ def _sharded_losses_and_dlogits(
     dist.all_reduce(sums, group=group)
     lse = row_max + sums[:, :1].log()
     target_log_p = sums[:, 1:] - lse
-    is_ignored = (target == IGNORE_INDEX)[:, None]
     dlogits = (x - lse.masked_fill(is_ignored, torch.inf)).exp()
     at_target = target_log_p.expm1()
     if z_loss:
