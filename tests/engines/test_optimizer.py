@@ -10,6 +10,7 @@ import torch
 
 from longspan.checkpoint import load
 from longspan.config import Run
+from longspan.engines.optimizer import build_optimizer
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training import train
@@ -61,6 +62,23 @@ def test_8_bit_moments_train_like_32_bit_moments(tmp_path: Path) -> None:
 
 def final(run_dir: Path, steps: int) -> dict[str, torch.Tensor]:
     return load(run_dir / "checkpoints" / f"step-{steps:08d}", "model")
+
+
+def test_no_weight_jumps_whose_gradient_was_far_below_others_of_its_block() -> None:
+    """Its second moment, 1e-8 of the largest one, is below the smallest code."""
+    layer = torch.nn.Linear(64, 64, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = build_optimizer(layer, run_of(EIGHT_BIT).train)
+    (lr,) = {group["lr"] for group in optimizer.param_groups}
+    with torch.compiler.set_stance("force_eager"):
+        for small in (1e-4, 0.0):  # at the second step there is its first moment alone
+            gradient = torch.full((64, 64), small)
+            gradient[::4, 0] = 1.0
+            layer.weight.grad = gradient
+            optimizer.step()
+    change = (layer.weight.detach() - before).abs()
+    assert lr < change[0, 0] < 2.5 * lr
+    assert change.max() < 2.5 * lr
 
 
 def test_a_run_resumes_with_the_same_8_bit_moments(tmp_path: Path) -> None:
