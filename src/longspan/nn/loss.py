@@ -147,8 +147,7 @@ def _losses_and_dlogits(
         else:
             torch.exp(log_p, out=logits)
         logits.scatter_(1, index, at_target.to(logits.dtype))
-        if is_ignored.any():
-            logits.masked_fill_(is_ignored, 0)
+        logits.masked_fill_(is_ignored, 0)
     return -target_log_p.masked_fill(is_ignored, 0), logits
 
 
