@@ -39,12 +39,20 @@ LOADER_REGISTERS = gl.constexpr(24)
 
 
 @gluon.jit
-def _load_queries(
-    q, do, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, q_origin, q_column,
-    do_origin, do_column, begin, rate, steps,
+def _load(
+    q, k, v, do, lse, delta, k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles,
+    keys_ready, ready, free, q_origin, q_column, k_row, k_column, v_row, v_column, do_origin,
+    do_column, begin, rate, steps,
     TILE: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Copy q, dO, lse and delta of each step into a ring of buffers: the work of one warp."""
+    """Copy the keys and values, and q, dO, lse and delta of each step into a ring of buffers: the
+    work of one warp.
+    """
+    bar = keys_ready.index(0)
+    mbarrier.expect(bar, 4 * k.block_type.nbytes)
+    for i in gl.static_range(2):
+        tma.async_copy_global_to_shared(k, [k_row + i * TILE, k_column], bar, k_tiles.index(i))
+        tma.async_copy_global_to_shared(v, [v_row + i * TILE, v_column], bar, v_tiles.index(i))
     i = gl.arange(0, TILE, layout=gl.BlockedLayout([1], [32], [1], [0]))
     for j in range(steps):
         buffer = j % STAGES
@@ -131,9 +139,9 @@ def _step(
 
 @gluon.jit
 def _consume(
-    k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, ds_tiles, ds_ready,
-    ds_free, dq_tile, dq, dk, dv, partial_k, partial_v, dk_strides, partial_strides, batch, head,
-    origin, first, begin, steps, rho, shift, rate, partial_rate, dq_column, scale_log2,
+    k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, keys_ready, ready, free, ds_tiles,
+    ds_ready, ds_free, dq_tile, dq, dk, dv, partial_k, partial_v, dk_strides, partial_strides,
+    batch, head, origin, first, begin, steps, rho, shift, rate, partial_rate, dq_column, scale_log2,
     softmax_scale,
     INDEX: gl.constexpr, RATIOS: gl.constexpr, SKIP_INNER: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
@@ -146,14 +154,15 @@ def _consume(
     OUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 // LANES, LANES], [4, 1], [1, 0])
     dk_acc = gl.zeros([TILE, HEAD_DIM], gl.float32, layout=GRADS)
     dv_acc = gl.zeros([TILE, HEAD_DIM], gl.float32, layout=GRADS)
-    k_operand, v_operand = k_tiles.index(INDEX), v_tiles.index(INDEX)
-    if HEAD_DIM == 64:  # in registers, of which there are enough: every step reads them
-        KEYS: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
-        k_operand, v_operand = k_operand.load(KEYS), v_operand.load(KEYS)
     col = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, SCORES))
     k_log_count = log_counts(col, shift, RATIOS)
     i = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     q_log_count, is_sparse = log_counts_in_tile(i, shift, RATIOS, TILE)
+    mbarrier.wait(keys_ready.index(0), 0)
+    k_operand, v_operand = k_tiles.index(INDEX), v_tiles.index(INDEX)
+    if HEAD_DIM == 64:  # in registers, of which there are enough: every step reads them
+        KEYS: gl.constexpr = gl.DotOperandLayout(0, SCORES, 2)
+        k_operand, v_operand = k_operand.load(KEYS), v_operand.load(KEYS)
     done: gl.constexpr = 0 if SKIP_INNER else INDEX + 1
     if not SKIP_INNER and INDEX == 1:  # its keys are not seen by the queries of the first step
         mbarrier.wait(ready.index(0), 0)
@@ -271,32 +280,27 @@ def backward(
         mbarrier.init(ready.index(i), count=2)
         mbarrier.init(free.index(i), count=2)
     fence_async_shared()
-    bar = keys_ready.index(0)
-    mbarrier.expect(bar, 4 * k.block_type.nbytes)
-    for i in gl.static_range(2):
-        k_row, v_row = k_origin + first + i * TILE, v_origin + first + i * TILE
-        tma.async_copy_global_to_shared(k, [k_row, k_column], bar, k_tiles.index(i))
-        tma.async_copy_global_to_shared(v, [v_row, v_column], bar, v_tiles.index(i))
-    mbarrier.wait(bar, 0)
     gl.warp_specialize(
         [
             (_consume, (
-                k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, ds_tiles,
-                ds_ready, ds_free, dq_tile, dq, dk, dv, partial_k, partial_v, dk_strides,
-                partial_strides, batch, head, origin, first, begin, steps, rho, shift, rate,
-                partial_rate, dq_column, scale_log2, softmax_scale, 0, RATIOS, SKIP_INNER, FIRST,
-                LAST, HEAD_DIM, TILE, STAGES,
+                k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, keys_ready, ready,
+                free, ds_tiles, ds_ready, ds_free, dq_tile, dq, dk, dv, partial_k, partial_v,
+                dk_strides, partial_strides, batch, head, origin, first, begin, steps, rho,
+                shift, rate, partial_rate, dq_column, scale_log2, softmax_scale, 0, RATIOS,
+                SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
             )),
             (_consume, (
-                k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, ds_tiles,
-                ds_ready, ds_free, dq_tile, dq, dk, dv, partial_k, partial_v, dk_strides,
-                partial_strides, batch, head, origin, first + TILE, begin, steps, rho, shift, rate,
-                partial_rate, dq_column, scale_log2, softmax_scale, 1, RATIOS, SKIP_INNER, FIRST,
-                LAST, HEAD_DIM, TILE, STAGES,
+                k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles, delta_tiles, keys_ready, ready,
+                free, ds_tiles, ds_ready, ds_free, dq_tile, dq, dk, dv, partial_k, partial_v,
+                dk_strides, partial_strides, batch, head, origin, first + TILE, begin, steps, rho,
+                shift, rate, partial_rate, dq_column, scale_log2, softmax_scale, 1, RATIOS,
+                SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
             )),
-            (_load_queries, (
-                q, do, lse, delta, q_tiles, do_tiles, lse_tiles, delta_tiles, ready, free, q_origin,
-                q_column, do_origin, do_column, begin, rate, steps, TILE, STAGES,
+            (_load, (
+                q, k, v, do, lse, delta, k_tiles, v_tiles, q_tiles, do_tiles, lse_tiles,
+                delta_tiles, keys_ready, ready, free, q_origin, q_column, k_origin + first,
+                k_column, v_origin + first, v_column, do_origin, do_column, begin, rate, steps,
+                TILE, STAGES,
             )),
         ],
         [4, 1],
