@@ -101,3 +101,37 @@ def test_the_peak_of_a_step_is_planned(gpus: int, options: list[str]) -> None:
         # Over: FSDP2's buffers are planned for a GPU, where they overlap. Under: storages that it
         # resizes to nothing still count as live here.
         assert 0.97 * measured <= planned.allocated <= 1.05 * measured
+
+
+ON_GPU = [
+    "train.device=cuda", "train.micro_batch=1", "train.global_batch=1",
+    "train.activation_checkpointing=full", "train.mlp_tile_tokens=8192",
+]  # fmt: skip
+TILED = ["model.preset=1.3b", "model.vocab=50304", "data.context=65536"]
+
+
+@pytest.mark.parametrize(
+    ("gib", "options"),
+    [
+        (31.9, TILED),
+        (26.4, [*TILED, "train.offload_activations=true"]),
+        (
+            127.62,
+            [
+                "model.preset=llama3-8b",
+                "data.context=501760",
+                "attention.kind=dense",
+                "train.optimizer=adamw8bit",
+                "train.parameter_precision=bf16",
+                "train.residual_precision=bf16",
+                "train.offload_activations=true",
+                "train.offload_limit_gib=88.5",
+            ],
+        ),
+    ],
+)
+def test_the_peak_of_runs_on_a_gpu_is_planned(gib: float, options: list[str]) -> None:
+    """Peaks of the allocator on an H200, of docs/measurements.md and docs/layouts.md."""
+    run = load_run(None, [*ON_GPU, *options], builtin="cuda", world=1)
+    (planned,) = memory_per_rank(run, 1)
+    assert sum(planned.peak.values()) / 2**30 == pytest.approx(gib, rel=0.015)

@@ -111,6 +111,36 @@ def test_offloaded_activations_are_copied_while_the_blocks_compute() -> None:
         assert found.step_s - plain.step_s == pytest.approx(waits, rel=1e-4, abs=1e-9)
 
 
+def test_a_limit_has_the_first_blocks_wait_for_their_own_copies() -> None:
+    """The blocks after them have nothing to copy, and hide nothing of theirs."""
+    full = ["train.activation_checkpointing=full", "train.micro_batch=16"]
+    offload = [*full, "train.offload_activations=true"]
+    plain = predict(small_run(*full), 1, H200, PERFECT)
+    each = 16 * 4096 * 768 * 4  # before each of 12 blocks
+    rates = replace(PERFECT, host_link=12 * each / plain.step_s / 2)
+    waits = [
+        predict(small_run(*offload, *limit), 1, H200, rates).step_s - plain.step_s
+        for limit in (
+            [],
+            ["train.offload_limit_gib=100"],
+            [f"train.offload_limit_gib={each / 2**28}"],
+        )
+    ]
+    assert waits[0] > 0
+    assert waits[1] == pytest.approx(waits[0])
+    assert waits[2] == pytest.approx(waits[0] * 4 / 12)
+
+
+@pytest.mark.parametrize(
+    ("more", "times"), [((), 7.3), (("train.parameter_precision=bf16",), 12.0)]
+)
+def test_8_bit_moments_take_the_time_of_their_search(more: tuple[str, ...], times: float) -> None:
+    """As measured: see docs/measurements.md."""
+    adamw = predict(small_run("train.global_batch=2"), 1, H200).parts["optimizer"]
+    run = small_run("train.global_batch=2", "train.optimizer=adamw8bit", *more)
+    assert predict(run, 1, H200).parts["optimizer"] == pytest.approx(times * adamw)
+
+
 RANKS = {"replicate": 2, "shard": 4, "sequence": 2, "tensor": 4, "pipeline": 1}
 
 

@@ -119,7 +119,7 @@ class Activations:
             # gone before the backward pass of attention, which takes more now.
             mlp, of_tile = self.stream + recomputed + 2 * e * self.hidden, self._tile_workspace()
             if mode != "none":
-                attention -= self.stream + (2 if self.is_compiled else 1) * e * self.hidden
+                attention -= self.stream + (0 if self.is_compiled else e * self.hidden)
         workspace = max(
             mlp * self.tokens + of_tile,
             attention * self.tokens + self.attention_workspace(block),
@@ -243,7 +243,13 @@ class Activations:
         tokens, vector = self.tokens // train.micro_batch, train.micro_batch * self.queries
         blocks = pattern.blocks if isinstance(pattern, Dilated) else pattern
         if isinstance(pattern, Dense):
-            return math.ceil(FP32 * tokens * vector)  # the gradient of the queries, summed exactly
+            per_token = FP32 * vector  # the gradient of the queries, summed exactly
+            if self.keys < self.queries and self._run.model.head_dim > 64:
+                # cuDNN has those of keys and values in float32 for each query head, and its results
+                # for each key head, where the block's table has 16 bits for each query head.
+                shared = train.micro_batch * (self.queries - self.keys)
+                per_token += 2 * (FP32 * vector - self.width * shared)
+            return math.ceil(per_token * tokens)
         if isinstance(blocks, BlockSparse) and not isinstance(pattern, Dilated):
             pairs = pattern.pairs(tokens, math.ceil(self.heads), is_causal=True)
             return min(SCRATCH_BYTES, train.micro_batch * self.width * pairs)
