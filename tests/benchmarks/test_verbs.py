@@ -12,6 +12,7 @@ import torch
 from longspan.benchmarks import engines, loss, tracking
 from longspan.benchmarks.plain_gpt import PlainGPT
 from longspan.benchmarks.step_time import load
+from longspan.benchmarks.train import _power_limit
 from longspan.cli import main
 
 
@@ -150,6 +151,15 @@ def test_training_is_measured_beside_a_plain_gpt() -> None:
     for row in (ours, plain):
         assert row["tokens_per_s"] * row["step_s"] == pytest.approx(2 * 512)
     assert "built-in plain GPT" in Path("a.svg").read_text()
+
+
+def test_a_power_limit_that_slows_runs_is_named() -> None:
+    limited = {"run": "a", "gpu_mhz": 1500.0, "gpu_most_mhz": 1980, "gpu_limited": 0.9}
+    free = {"run": "b", "gpu_mhz": 1900.0, "gpu_most_mhz": 1980, "gpu_limited": 0.1}
+    assert _power_limit([free, {"run": "c"}]) is None
+    assert _power_limit([free, limited, {**limited, "run": "d", "gpu_mhz": 1600.0}]) == (
+        "The GPU's power limit slowed 2 of 3 runs, at most to 1500 of 1980 MHz (a)"
+    )
 
 
 def test_a_plain_gpt_is_causal_and_its_loss_is_the_mean() -> None:

@@ -18,6 +18,7 @@ from longspan.planning.ladder import halved, needed_by
 from longspan.runfile import load_run
 from longspan.training import train
 from longspan.training.out_of_memory import (
+    expandable_segments,
     is_out_of_memory,
     requested_bytes,
     suggestions,
@@ -123,6 +124,23 @@ def test_torch_s_error_messages_are_understood() -> None:
     assert requested_bytes(gpu) == 2.5 * 2**30
     assert not is_out_of_memory(RuntimeError("no"))
     assert requested_bytes(MemoryError()) is None
+
+
+def test_free_memory_in_pieces_can_be_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    pieces = "Of the allocated memory 132.50 GiB is allocated by PyTorch, and 3.25 GiB is reserved "
+    error = torch.OutOfMemoryError(
+        "CUDA out of memory. Tried to allocate 1.38 GiB. GPU 0 has a total capacity of 139.80 GiB "
+        f"of which 635.12 MiB is free. {pieces}by PyTorch but unallocated."
+    )
+    (found,) = expandable_segments(error)
+    assert found.setting == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    assert found.frees == 3.25 * 2**30
+    assert requested_bytes(error) == 1.38 * 2**30
+    assert expandable_segments(MemoryError()) == []
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    assert expandable_segments(error) == []
 
 
 def test_a_half_still_divides_the_batch() -> None:

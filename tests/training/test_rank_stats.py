@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,9 +19,9 @@ from longspan.data import Prefetcher
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World
 from longspan.runfile import load_run
-from longspan.tracking import read_metrics
+from longspan.tracking import nvml, read_metrics
 from longspan.tracking.console import format_metrics
-from longspan.tracking.nvml import GpuSensors
+from longspan.tracking.nvml import Clocks, ClockSampler, GpuSensors
 from longspan.training import rank_stats, train
 from longspan.training.rank_stats import NAMES, RankStats, combine
 from tests.harness import Ranks
@@ -174,3 +175,41 @@ def test_nvml_is_read_where_it_is_and_absent_where_it_is_not(
     monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
     assert GpuSensors("12ab").read() == {}
     assert GpuSensors(None).read() == {}
+
+
+def test_clocks_are_sampled_while_the_power_limit_slows_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    readings = iter([(1980, 0), *[(1500, 4 | 32)] * 10_000])
+    now = [0, 0]
+
+    def clock(_handle: object, _kind: int) -> int:
+        now[:] = next(readings)
+        return now[0]
+
+    fake = SimpleNamespace(
+        nvmlInit=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
+        NVML_CLOCK_SM=1,
+        nvmlDeviceGetClockInfo=clock,
+        nvmlDeviceGetMaxClockInfo=lambda handle, kind: 1980,
+        nvmlDeviceGetPowerUsage=lambda handle: 690_000,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: now[1],
+        nvmlClocksThrottleReasonSwPowerCap=4,
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(nvml, "SAMPLE_S", 0.001)
+    sampler = ClockSampler("12ab")
+    while len(sampler._samples) < 3:
+        time.sleep(0.001)
+    sampler.stop()
+    second = sampler._samples[1][0]
+    assert sampler.since(second) == Clocks(1500, 1980, 690, 1.0)
+    found = sampler.since(0.0)
+    assert found is not None
+    assert found.limited < 1
+    assert sampler.since(second + 1e6) is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)  # not installed
+    sampler = ClockSampler("12ab")
+    sampler.stop()
+    assert sampler.since(0.0) is None

@@ -9,12 +9,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
 
 from longspan.errors import UserError
+from longspan.tracking.nvml import Clocks, ClockSampler
 from longspan.wording import counted
 
 WARM_UP_S = 0.2
@@ -172,25 +173,49 @@ def machine(device: str) -> str:
     return f"{name}, torch {torch.__version__}{commit}"
 
 
-class StepClock:
-    """Times steps on a device without having the host wait for it, as training does not either."""
+class Steps(NamedTuple):
+    """What was measured of training steps."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._is_gpu = device.type == "cuda"
+    seconds: list[float]
+    """Of each."""
+    memory_bytes: int
+    """The peak on the device, 0 on a CPU."""
+    clocks: Clocks | None
+    """Of the GPU meanwhile; None without NVML."""
+
+
+class StepClock:
+    """Times steps on a device without having the host wait for it, as training does not either.
+
+    Its peak memory counts from the end of the warm-up on.
+    """
+
+    def __init__(self, device: torch.device, warm_up: int) -> None:
+        self._is_gpu, self._warm_up = device.type == "cuda", warm_up
+        self._sampler = None
+        if self._is_gpu:
+            self._sampler = ClockSampler(str(torch.cuda.get_device_properties(device).uuid))
         self._ticks: list[Any] = []
         self.tick()
 
     def tick(self) -> None:
         """A step ends."""
         if self._is_gpu:
+            if len(self._ticks) == self._warm_up:
+                torch.cuda.reset_peak_memory_stats()
             self._ticks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             self._ticks[-1].record()
         else:
             self._ticks.append(time.perf_counter())
 
-    def seconds(self) -> list[float]:
-        """Of each step."""
-        if not self._is_gpu:
-            return [b - a for a, b in pairwise(self._ticks)]
+    def steps(self) -> Steps:
+        """The steps after the warm-up."""
+        if self._sampler is None:
+            return Steps([b - a for a, b in pairwise(self._ticks[self._warm_up :])], 0, None)
         torch.cuda.synchronize()
-        return [a.elapsed_time(b) / 1e3 for a, b in pairwise(self._ticks)]
+        end = time.monotonic()
+        self._sampler.stop()
+        timed = self._ticks[self._warm_up :]
+        seconds = [a.elapsed_time(b) / 1e3 for a, b in pairwise(timed)]
+        clocks = self._sampler.since(end - sum(seconds))
+        return Steps(seconds, torch.cuda.max_memory_allocated(), clocks)

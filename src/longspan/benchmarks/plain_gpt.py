@@ -7,13 +7,11 @@ in bf16 by autocast, with the fused AdamW: what nanoGPT does.
 
 from __future__ import annotations
 
-import statistics
-
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, linear, scaled_dot_product_attention
 
-from longspan.benchmarks.measure import StepClock
+from longspan.benchmarks.measure import StepClock, Steps
 from longspan.config import Model
 
 
@@ -58,16 +56,16 @@ class PlainGPT(nn.Module):
         return cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
-def seconds_per_step(
+def measure_plain(
     model: Model, context: int, batch: int, device: torch.device, *, steps: int, warm_up: int
-) -> float:
-    """The median of `steps` steps on random tokens, with optimizer and gradient clipping."""
+) -> Steps:
+    """`steps` steps on random tokens, with optimizer and gradient clipping."""
     is_gpu = device.type == "cuda"
     with device:
         gpt = PlainGPT(model, context)
     loss_of = torch.compile(gpt) if is_gpu else gpt
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
-    clock = StepClock(device)
+    clock = StepClock(device, warm_up)
     for _ in range(warm_up + steps):
         tokens = torch.randint(model.vocab, (batch, context + 1), device=device)
         with torch.autocast(device.type, torch.bfloat16, enabled=is_gpu):
@@ -77,4 +75,4 @@ def seconds_per_step(
         optimizer.step()
         optimizer.zero_grad()
         clock.tick()
-    return statistics.median(clock.seconds()[warm_up:])
+    return clock.steps()

@@ -18,7 +18,14 @@ import tomli_w
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from longspan.benchmarks.measure import Rows, StepClock, machine, open_console, write_result
+from longspan.benchmarks.measure import (
+    Rows,
+    StepClock,
+    Steps,
+    machine,
+    open_console,
+    write_result,
+)
 from longspan.config import Run
 from longspan.data import Prefetcher, open_source
 from longspan.device import matmul_precision, resolve
@@ -108,7 +115,7 @@ def bench_step_time(device: str, steps: int, json_file: Path | None) -> None:
         gc.collect()  # the model of the run before
         try:
             with measuring(f"training {' '.join(overrides)}"):
-                seconds, memory = measure(run, steps)
+                seconds, memory, _ = measure(run, steps)
         except torch.OutOfMemoryError:
             rows.append({**row, "error": "out of memory"})
             console.print(f"out of memory: {' '.join(overrides)}", markup=False)
@@ -144,24 +151,19 @@ def _hardware(device: str) -> Device:
     return found
 
 
-def measure(run: Run, steps: int) -> tuple[list[float], int]:
-    """Seconds of each of `steps` steps of a run in this process; peak bytes, 0 on a CPU."""
+def measure(run: Run, steps: int) -> Steps:
+    """`steps` steps of a run in this process, after WARM_UP."""
     device = torch.device(run.train.device)
-    is_gpu = device.type == "cuda"
     source = open_source(run.data, run.model)
     with open_mesh(run.layout, World(0, 1, 0), device) as mesh, matmul_precision(run.train):
         engine = open_engine(run, mesh, device, forward_context_of(run.train))
         state = TrainState(engine, mesh, Guard(0.0, device))
         with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
-            clock = StepClock(device)
-            for step in range(WARM_UP + steps):
-                if is_gpu and step == WARM_UP:
-                    torch.cuda.reset_peak_memory_stats()
+            clock = StepClock(device, WARM_UP)
+            for _ in range(WARM_UP + steps):
                 train_step(state, data, run.train, device)
                 clock.tick()
-            seconds = clock.seconds()
-    peak = torch.cuda.max_memory_allocated() if is_gpu else 0
-    return seconds[WARM_UP:], peak
+            return clock.steps()
 
 
 def _measured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -18,8 +18,15 @@ import torch
 
 from longspan.attention import Dense, patterns_of
 from longspan.benchmarks.chart import charts_svg
-from longspan.benchmarks.measure import Rows, machine, open_console, unwritable, write_result
-from longspan.benchmarks.plain_gpt import seconds_per_step
+from longspan.benchmarks.measure import (
+    Rows,
+    Steps,
+    machine,
+    open_console,
+    unwritable,
+    write_result,
+)
+from longspan.benchmarks.plain_gpt import measure_plain
 from longspan.benchmarks.step_time import GIB, WARM_UP, load, measure
 from longspan.config import Run
 from longspan.errors import UserError
@@ -85,7 +92,7 @@ GPU_CASES = [
     _gpu_case("125m", 64, 1, "dilated", is_beside_plain=True),
     _gpu_case("125m", 1024, 1, "dilated", checkpointing="full", recompute_layers=8),
     _gpu_case("350m", 8, 8, "dilated", is_beside_plain=True),
-    _gpu_case("350m", 256, 1, "dilated", checkpointing="full", recompute_layers=6),
+    _gpu_case("350m", 256, 1, "dilated", checkpointing="full", recompute_layers=3),
     _gpu_case("1.3b", 8, 4, "dilated", is_beside_plain=True),
     _gpu_case("1.3b", 128, 1, "dilated", checkpointing="full", recompute_layers=8),
 ]
@@ -120,10 +127,11 @@ def bench_train(
     console, where = open_console(json_file), machine(device)
     console.print(f"{where}; medians of {steps} steps after {WARM_UP}", markup=False)
     columns = {"run": -34, "tokens/s": 10, "ms": 9, "MFU": 6, "as dense": 8, "GiB": 6}
+    columns |= {"MHz": 5, "W": 4}
     table, rows = Rows(console, columns), list[dict[str, Any]]()
 
-    def add(name: str, run: Run, measured: tuple[float | None, int], is_dense: bool) -> None:
-        rows.append(_row(name, run, *measured, is_dense))
+    def add(name: str, run: Run, measured: Steps | None, is_dense: bool) -> None:
+        rows.append(_row(name, run, measured, is_dense))
         table.add(*_cells(rows[-1]))
 
     for case in chosen:
@@ -135,6 +143,8 @@ def bench_train(
             with measuring(f"training a {PLAIN} {case.name}"):
                 measured = _measured_plain(run, steps)
             add(f"{PLAIN} {case.name}", run, measured, True)
+    if limited := _power_limit(rows):
+        console.print(limited, markup=False)
     write_result(json_file, {"machine": where, "steps": steps, "rows": rows})
     if plot:
         plot.write_text(_chart(rows, where))
@@ -144,26 +154,23 @@ def _patterns(run: Run) -> Sequence[Any]:
     return patterns_of(run.attention, run.model.layers)
 
 
-def _measured(run: Run, steps: int) -> tuple[float | None, int]:
-    """Median seconds of a step, None if it ran out of memory; peak bytes."""
+def _measured(run: Run, steps: int) -> Steps | None:
+    """None if it ran out of memory."""
     _forget()
     try:
-        seconds, memory = measure(run, steps)
+        return measure(run, steps)
     except torch.OutOfMemoryError:
-        return None, 0
-    return statistics.median(seconds), memory
+        return None
 
 
-def _measured_plain(run: Run, steps: int) -> tuple[float | None, int]:
+def _measured_plain(run: Run, steps: int) -> Steps | None:
     _forget()
     device = torch.device(run.train.device)
     batch, context = run.train.micro_batch, run.data.context
-    options = {"steps": steps, "warm_up": WARM_UP}
     try:
-        seconds = seconds_per_step(run.model, context, batch, device, **options)
+        return measure_plain(run.model, context, batch, device, steps=steps, warm_up=WARM_UP)
     except torch.OutOfMemoryError:
-        return None, 0
-    return seconds, torch.cuda.max_memory_allocated() if device.type == "cuda" else 0
+        return None
 
 
 def _forget() -> None:
@@ -172,14 +179,17 @@ def _forget() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
 
 
-def _row(name: str, run: Run, seconds: float | None, memory: int, is_dense: bool) -> dict[str, Any]:
+def _row(name: str, run: Run, measured: Steps | None, is_dense: bool) -> dict[str, Any]:
     """`is_dense`: the attention computes all pairs."""
-    row: dict[str, Any] = {"run": name, "context": run.data.context, "memory_bytes": memory}
-    if seconds is None:
+    row: dict[str, Any] = {"run": name, "context": run.data.context}
+    if measured is None:
         return {**row, "error": "out of memory"}
+    seconds = statistics.median(measured.seconds)
+    row["memory_bytes"] = measured.memory_bytes
+    if (clocks := measured.clocks) is not None:
+        row |= {f"gpu_{key}": value for key, value in clocks._asdict().items()}
     samples = run.train.global_batch
     row |= {"step_s": seconds, "tokens_per_s": samples * run.data.context / seconds}
     peak = peak_flops(torch.cuda.get_device_name()) if run.train.device == "cuda" else None
@@ -197,9 +207,23 @@ def _cells(row: dict[str, Any]) -> list[str]:
         return [row["run"], row["error"]]
     shares = [f"{row[key]:.1%}" if key in row else "–" for key in ("mfu", "mfu_as_dense")]
     memory = f"{row['memory_bytes'] / GIB:.1f}" if row["memory_bytes"] else "–"
+    clocks = [f"{row[key]:.0f}" if key in row else "–" for key in ("gpu_mhz", "gpu_watts")]
     return [
-        row["run"], f"{row['tokens_per_s']:,.0f}", f"{1e3 * row['step_s']:,.1f}", *shares, memory
+        row["run"], f"{row['tokens_per_s']:,.0f}", f"{1e3 * row['step_s']:,.1f}", *shares, memory,
+        *clocks,
     ]  # fmt: skip
+
+
+def _power_limit(rows: Sequence[dict[str, Any]]) -> str | None:
+    """A sentence on the runs that the GPU's power limit slowed for most of the time."""
+    limited = [row for row in rows if row.get("gpu_limited", 0.0) > 0.5]
+    if not limited:
+        return None
+    slowest = min(limited, key=lambda row: row["gpu_mhz"] / row["gpu_most_mhz"])
+    return (
+        f"The GPU's power limit slowed {len(limited)} of {len(rows)} runs, at most to "
+        f"{slowest['gpu_mhz']:.0f} of {slowest['gpu_most_mhz']:.0f} MHz ({slowest['run']})"
+    )
 
 
 def _chart(rows: Sequence[dict[str, Any]], where: str) -> str:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import statistics
+import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 INTERVAL_S = 5.0
 """How often the sensors are read; a reading may take milliseconds."""
 SENSORS = ("gpu_utilization", "gpu_temperature_c", "gpu_power_w")
+SAMPLE_S = 0.05
+"""How often `ClockSampler` reads."""
 
 
 def open_nvml(uuid: str) -> tuple[Any, Any] | None:
@@ -64,3 +68,51 @@ class GpuSensors:
             except Exception:  # noqa: BLE001  a sensor that this GPU does not have
                 self._values.pop(name, None)
         return self._values
+
+
+class Clocks(NamedTuple):
+    """How fast a GPU ran, and whether its power limit slowed it."""
+
+    mhz: float
+    most_mhz: float
+    watts: float
+    limited: float
+    """The fraction of the time in which the clock was below its maximum to keep the power limit."""
+
+
+class ClockSampler:
+    """Reads the SM clock and the power of a GPU in a thread of its own, until it is stopped."""
+
+    def __init__(self, uuid: str) -> None:
+        self._opened, self._stop = open_nvml(uuid), threading.Event()
+        self._samples: list[tuple[float, float, float, bool]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def since(self, start: float) -> Clocks | None:
+        """Means over the samples from `time.monotonic()` = start on; None if there are none."""
+        samples = [values for at, *values in self._samples if at >= start]
+        if self._opened is None or not samples:
+            return None
+        nvml, handle = self._opened
+        most = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
+        mhz, watts, limited = (statistics.mean(values) for values in zip(*samples, strict=True))
+        return Clocks(mhz, most, watts, limited)
+
+    def _run(self) -> None:
+        if self._opened is None:
+            return
+        nvml, handle = self._opened
+        while not self._stop.wait(SAMPLE_S):
+            try:
+                clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
+                watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
+                reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
+            except Exception:  # noqa: BLE001  a sensor that this GPU does not have
+                return
+            limited = bool(reasons & nvml.nvmlClocksThrottleReasonSwPowerCap)
+            self._samples.append((time.monotonic(), clock, watts, limited))

@@ -6,6 +6,7 @@ workspace. How much of that a setting would free is an estimate.
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Iterable
@@ -53,12 +54,13 @@ def explain(error: BaseException, state: TrainState, run: Run, device: torch.dev
     ]
     requested = requested_bytes(error)
     lines.append("settings that would free memory, cheapest first:")
-    for setting, frees, cost in suggestions(used, run, state.mesh.world.size):
+    found = [*expandable_segments(error), *suggestions(used, run, state.mesh.world.size)]
+    for setting, frees, cost in found:
         if frees is None:
-            lines.append(f"  {setting:<40}unknown; costs {cost}")
+            lines.append(f"  {setting:<40} unknown; costs {cost}")
             continue
         fits = "" if requested is None else ", enough" if frees >= requested else ", not enough"
-        lines.append(f"  {setting:<40}about {_size(frees)}{fits}; costs {cost}")
+        lines.append(f"  {setting:<40} about {_size(frees)}{fits}; costs {cost}")
     return "\n".join(lines)
 
 
@@ -122,9 +124,24 @@ def _measured_share(setting: str, used: dict[str, int], run: Run) -> float | Non
     return known.get(setting)
 
 
+def expandable_segments(error: BaseException) -> list[Suggestion]:
+    """The allocator's setting that joins free memory which lies in pieces, if there is any."""
+    variables = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+    if any("expandable_segments:True" in os.environ.get(name, "") for name in variables):
+        return []
+    frees = _size_in(error, r"([\d.]+) (\w+) is reserved by PyTorch but unallocated")
+    setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    return [Suggestion(setting, frees, "no time: set it in the environment")] if frees else []
+
+
 def requested_bytes(error: BaseException) -> float | None:
     """The size of the allocation that failed, from the error's message."""
-    found = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
+    return _size_in(error, r"tried to allocate ([\d.]+) (\w+)")
+
+
+def _size_in(error: BaseException, pattern: str) -> float | None:
+    """The size in an error's message that `pattern` finds as number and unit."""
+    found = re.search(pattern, str(error), re.IGNORECASE)
     if found is None or found[2] not in (*UNITS, "bytes"):
         return None
     return float(found[1].rstrip(".")) * UNITS.get(found[2], 1)
