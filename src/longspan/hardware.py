@@ -40,6 +40,7 @@ class _Table(BaseModel):
     tb_s: Rate
     link_gb_s: Rate
     net_gb_s: Rate
+    host_gb_s: Rate = 32.0
     gpus_per_node: Annotated[int, Field(ge=1, le=1 << 16)]
     watts: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     usd_per_h: Rate | None = None
@@ -71,6 +72,8 @@ class Device:
     """One way, to the other GPUs of the node."""
     network: float
     """One way, to other nodes, of one GPU."""
+    host_link: float
+    """One way, to the memory of its host."""
     gpus_per_node: int
     watts: float
     usd_per_h: float | None
@@ -131,6 +134,7 @@ def _device(name: str, row: Any) -> Device:
         bandwidth=1e12 * table.tb_s,
         link=1e9 * table.link_gb_s,
         network=1e9 * table.net_gb_s,
+        host_link=1e9 * table.host_gb_s,
         gpus_per_node=table.gpus_per_node,
         watts=table.watts,
         usd_per_h=table.usd_per_h,
@@ -157,6 +161,7 @@ def cpu_device(processes: int) -> Device:
         bandwidth=CPU_BANDWIDTH / processes,
         link=LOOPBACK / processes,
         network=LOOPBACK / processes,
+        host_link=CPU_BANDWIDTH / processes,
         gpus_per_node=processes,
         watts=0.0,
         usd_per_h=None,

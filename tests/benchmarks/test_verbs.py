@@ -12,7 +12,7 @@ import torch
 from longspan.benchmarks import engines, loss, tracking
 from longspan.benchmarks.plain_gpt import PlainGPT
 from longspan.benchmarks.step_time import load
-from longspan.benchmarks.train import _power_limit
+from longspan.benchmarks.train import LONGEST_CPU_CASES, Case, _power_limit
 from longspan.cli import main
 
 
@@ -151,6 +151,29 @@ def test_training_is_measured_beside_a_plain_gpt() -> None:
     for row in (ours, plain):
         assert row["tokens_per_s"] * row["step_s"] == pytest.approx(2 * 512)
     assert "built-in plain GPT" in Path("a.svg").read_text()
+
+
+def test_the_longest_contexts_take_one_step_each() -> None:
+    small = ["model.hidden=32", "model.heads=2", "model.layers=1"]
+    found = bench("train", "--longest", *small)
+    assert [row["run"] for row in found["rows"]] == [
+        "built-in 1K dense in chunks",
+        "built-in 1K dilated in chunks",
+    ]
+    assert found["steps"] == 1
+    runs = [case.run("cpu", []) for case in LONGEST_CPU_CASES]
+    assert {run.train.chunk_tokens for run in runs} == {256}
+
+
+@pytest.mark.parametrize(
+    ("context", "name", "longest"),
+    [(8192, "8K", 8192), (1_572_864, "1.5M", 2**21), (501_760, "490K", 2**19), (512, "512", 512)],
+)
+def test_a_case_reaches_its_whole_context(context: int, name: str, longest: int) -> None:
+    case = Case("tiny", context, 1, "dilated")
+    run = case.run("cpu", [])
+    assert case.name == f"tiny {name} dilated"
+    assert run.attention.segment_lengths[-1] == longest
 
 
 def test_a_power_limit_that_slows_runs_is_named() -> None:

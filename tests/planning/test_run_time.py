@@ -85,7 +85,9 @@ def test_a_host_slower_than_the_device_sets_the_pace() -> None:
 
 
 def test_offload_copies_shards_and_steps_on_the_cpu() -> None:
-    rates = replace(PERFECT, optimizer_traffic=40, host_optimizer=1e10, host_link=1e9)
+    rates = replace(
+        PERFECT, optimizer_traffic=40, host_optimizer=1e10, host_link=1e9 / H200.host_link
+    )
     overrides = ["layout.shard=2", "layout.offload=true"]
     found = predict(small_run(*overrides, world=2), 2, H200, rates)
     parameters = (12 * (4 * 768**2 + 3 * 768 * 2048 + 2 * 768) + 768 + 1024 * 768) / 2
@@ -106,7 +108,7 @@ def test_offloaded_activations_are_copied_while_the_blocks_compute() -> None:
         (copied / backward * 1.01, copied / (copied / backward * 1.01) - forward),
         (copied / (2 * backward), 4 * backward - forward - backward),
     ):
-        rates = replace(PERFECT, host_link=link)
+        rates = replace(PERFECT, host_link=link / H200.host_link)
         found = predict(small_run(*full, "train.offload_activations=true"), 1, H200, rates)
         assert found.step_s - plain.step_s == pytest.approx(waits, rel=1e-4, abs=1e-9)
 
@@ -117,7 +119,7 @@ def test_a_limit_has_the_first_blocks_wait_for_their_own_copies() -> None:
     offload = [*full, "train.offload_activations=true"]
     plain = predict(small_run(*full), 1, H200, PERFECT)
     each = 16 * 4096 * 768 * 4  # before each of 12 blocks
-    rates = replace(PERFECT, host_link=12 * each / plain.step_s / 2)
+    rates = replace(PERFECT, host_link=12 * each / plain.step_s / 2 / H200.host_link)
     waits = [
         predict(small_run(*offload, *limit), 1, H200, rates).step_s - plain.step_s
         for limit in (

@@ -151,19 +151,33 @@ def _hardware(device: str) -> Device:
     return found
 
 
-def measure(run: Run, steps: int) -> Steps:
-    """`steps` steps of a run in this process, after WARM_UP."""
+def measure(run: Run, steps: int, warm_up: int = WARM_UP) -> Steps:
+    """`steps` steps of a run in this process after the warm-up.
+
+    Without one, kernels are compiled in the first step; moments are there before it, as they are in
+    any later one.
+    """
     device = torch.device(run.train.device)
     source = open_source(run.data, run.model)
     with open_mesh(run.layout, World(0, 1, 0), device) as mesh, matmul_precision(run.train):
         engine = open_engine(run, mesh, device, forward_context_of(run.train))
         state = TrainState(engine, mesh, Guard(0.0, device))
         with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
-            clock = StepClock(device, WARM_UP)
-            for _ in range(WARM_UP + steps):
+            if not warm_up:
+                _make_moments(engine.optimizer)
+            clock = StepClock(device, warm_up)
+            for _ in range(warm_up + steps):
                 train_step(state, data, run.train, device)
                 clock.tick()
             return clock.steps()
+
+
+def _make_moments(optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _measured(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

@@ -35,11 +35,12 @@ from longspan.hardware import peak_flops
 from longspan.progress import measuring
 
 PLAIN = "plain GPT,"
+STEPS = 10
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run: `kind` "dilated" has segments that double from 2,048 tokens to the context."""
+    """A run: `kind` "dilated" has segments that double from 2,048 tokens until one has them all."""
 
     model: str
     context: int
@@ -49,15 +50,17 @@ class Case:
     checkpointing: str = "none"
     recompute_layers: int = 0
     """With "full", of how many layers."""
+    chunk: int = 0
+    """Tokens of a chunk, if the context is walked in chunks."""
     is_beside_plain: bool = False
 
     @property
     def name(self) -> str:
         size = self.context
-        length = (
-            f"{size >> 20}M" if size >= 1 << 20 else f"{size >> 10}K" if size >= 1 << 10 else size
-        )
-        return f"{self.model} {length} {self.kind}"
+        length = str(size)
+        if size >= 1 << 10:
+            length = f"{size / 2**20:g}M" if size >= 1 << 20 else f"{size >> 10}K"
+        return f"{self.model} {length} {self.kind}{' in chunks' if self.chunk else ''}"
 
     def run(self, device: str, more: Sequence[str]) -> Run:
         options = [
@@ -70,9 +73,11 @@ class Case:
         ]
         if self.recompute_layers:
             options.append(f"train.recompute_layers={self.recompute_layers}")
+        if self.chunk:
+            options.append(f"train.chunk_tokens={self.chunk}")
         if self.kind == "dilated":
             shortest = min(2048, self.context)
-            rates = [1 << i for i in range((self.context // shortest).bit_length())]
+            rates = [1 << i for i in range(((self.context - 1) // shortest).bit_length() + 1)]
             segments = [shortest * rate for rate in rates]
             options += [
                 f"attention.segment_lengths={segments}",
@@ -81,9 +86,12 @@ class Case:
         return load([*options, *more], device)
 
 
-def _gpu_case(preset: str, kib: int, batch: int, kind: str, **more: Any) -> Case:
-    overrides = (f"model.preset={preset}", "model.vocab=50304")
+def _gpu_case(preset: str, kib: int, batch: int, kind: str, *options: str, **more: Any) -> Case:
+    overrides = (f"model.preset={preset}", "model.vocab=50304", *options)
     return Case(preset, kib << 10, batch, kind, overrides, **more)
+
+
+BF16_STREAM = "train.residual_precision=bf16"
 
 
 GPU_CASES = [
@@ -92,32 +100,61 @@ GPU_CASES = [
     _gpu_case("125m", 64, 1, "dilated", is_beside_plain=True),
     _gpu_case("125m", 1024, 1, "dilated", checkpointing="full", recompute_layers=8),
     _gpu_case("350m", 8, 8, "dilated", is_beside_plain=True),
-    _gpu_case("350m", 256, 1, "dilated", checkpointing="full", recompute_layers=3),
+    # Without it six layers must be recomputed.
+    _gpu_case("350m", 256, 1, "dilated", BF16_STREAM, checkpointing="full", recompute_layers=3),
     _gpu_case("1.3b", 8, 4, "dilated", is_beside_plain=True),
     _gpu_case("1.3b", 128, 1, "dilated", checkpointing="full", recompute_layers=8),
+]
+LLAMA = (
+    "model.preset=llama3-8b",
+    "train.optimizer=adamw8bit",
+    BF16_STREAM,
+)
+DENSE_LLAMA = (
+    *LLAMA,
+    "train.parameter_precision=bf16",
+    "train.mlp_tile_tokens=8192",
+    "train.offload_activations=true",
+    "train.offload_limit_gib=88.5",
+)
+LONGEST_GPU_CASES = [
+    *(_gpu_case("125m", mib << 10, 1, "dilated", chunk=131072) for mib in (1, 2, 4, 8, 16, 32)),
+    _gpu_case("1.3b", 4096, 1, "dilated", chunk=32768),
+    Case("llama3-8b", 1_572_864, 1, "dilated", LLAMA, "full", chunk=32768),
+    Case("llama3-8b", 501_760, 1, "dense", DENSE_LLAMA, "full"),
 ]
 CPU_CASES = [
     Case("built-in", 512, 2, "dense", is_beside_plain=True),
     Case("built-in", 512, 2, "dilated"),
 ]
+LONGEST_CPU_CASES = [Case("built-in", 1024, 1, kind, chunk=256) for kind in ("dense", "dilated")]
 
 
 def bench_train(
     device: str,
-    steps: int,
+    steps: int | None,
     only: Sequence[str],
     overrides: Sequence[str],
     json_file: Path | None,
     plot: Path | None,
+    *,
+    longest: bool = False,
 ) -> None:
     """Measure, print a table, write JSON and draw the figures.
 
-    `only`: words of a case's name, of which one must occur; `overrides` of the run file apply to
-    all runs.
+    `steps`: by default STEPS; `only`: words of a case's name, of which one must occur; `overrides`
+    of the run file apply to all runs; `longest`: the longest contexts instead, of which one step
+    takes minutes, so that one is the default, without a warm-up.
     """
+    if steps is None:
+        steps = 1 if longest else STEPS
     if steps < 1:
         raise UserError(f"--steps must be at least 1, got {steps}")
-    cases = GPU_CASES if device == "cuda" else CPU_CASES
+    warm_up = 0 if longest else WARM_UP
+    if longest:
+        cases = LONGEST_GPU_CASES if device == "cuda" else LONGEST_CPU_CASES
+    else:
+        cases = GPU_CASES if device == "cuda" else CPU_CASES
     chosen = [case for case in cases if not only or any(word in case.name for word in only)]
     if not chosen:
         names = ", ".join(case.name for case in cases)
@@ -125,7 +162,7 @@ def bench_train(
     if plot and (problem := unwritable([plot])):
         raise UserError(problem)
     console, where = open_console(json_file), machine(device)
-    console.print(f"{where}; medians of {steps} steps after {WARM_UP}", markup=False)
+    console.print(f"{where}; medians of {steps} steps after {warm_up}", markup=False)
     columns = {"run": -34, "tokens/s": 10, "ms": 9, "MFU": 6, "as dense": 8, "GiB": 6}
     columns |= {"MHz": 5, "W": 4}
     table, rows = Rows(console, columns), list[dict[str, Any]]()
@@ -137,7 +174,7 @@ def bench_train(
     for case in chosen:
         run = case.run(device, overrides)
         with measuring(f"training {case.name}"):
-            measured = _measured(run, steps)
+            measured = _measured(run, steps, warm_up)
         add(case.name, run, measured, case.kind == "dense")
         if case.is_beside_plain:
             with measuring(f"training a {PLAIN} {case.name}"):
@@ -154,11 +191,11 @@ def _patterns(run: Run) -> Sequence[Any]:
     return patterns_of(run.attention, run.model.layers)
 
 
-def _measured(run: Run, steps: int) -> Steps | None:
+def _measured(run: Run, steps: int, warm_up: int) -> Steps | None:
     """None if it ran out of memory."""
     _forget()
     try:
-        return measure(run, steps)
+        return measure(run, steps, warm_up)
     except torch.OutOfMemoryError:
         return None
 

@@ -223,10 +223,19 @@ def add(commands: Commands) -> None:
         "measure tokens/s of training steps, beside a plain dense GPT",
         "bench train --only 125m --plot train.svg",
         "bench train --only 8K train.compile=false",
+        "bench train --longest --only 32M",
         verb=bench_train,
     )
     train.add_argument(
-        "--steps", type=int, default=10, metavar="N", help="number of steps to time in each run"
+        "--steps",
+        type=int,
+        metavar="N",
+        help="number of steps to time in each run (default: 10, with --longest 1)",
+    )
+    train.add_argument(
+        "--longest",
+        action="store_true",
+        help="run the longest contexts instead, for minutes each, in chunks or with offload",
     )
     train.add_argument(
         "--only",
@@ -367,7 +376,8 @@ def bench_train(args: argparse.Namespace) -> None:
         from longspan.benchmarks.train import bench_train
 
     words = [word for word in (args.only or "").split(",") if word]
-    bench_train(builtin_name(), args.steps, words, args.items, args.json, args.plot)
+    files = args.json, args.plot
+    bench_train(builtin_name(), args.steps, words, args.items, *files, longest=args.longest)
 
 
 def bench_tracking(args: argparse.Namespace) -> None:

@@ -81,8 +81,8 @@ class RunRates(MatmulRates):
     """Of a collective over nodes; · log2 of the nodes."""
     overlap: float = 0.8
     """Of the compute behind which collectives can hide that need not be waited for."""
-    host_link: float = 2.5e10
-    """Bytes/s between a device and its host's memory."""
+    host_link: float = 0.8
+    """Of the rate of the link to the host's memory."""
     host_optimizer: float = 1.2e10
     """Bytes/s of the optimizer on the CPU, per device."""
 

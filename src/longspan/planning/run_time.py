@@ -170,7 +170,9 @@ def _in_chunks(run: Run, chunks: Chunks, gpus: int, device: Device, rates: RunRa
     parts["gathering rows of chunks"] = rates.chunk_overhead * sum(parts.values())
     if run.train.offload_chunk_rows:  # written once, read in each pass
         rows = row_bytes(run, run.layout.resolve(gpus))[ROWS]
-        parts["offload"] = parts.get("offload", 0.0) + 3 * rows / rates.host_link
+        parts["offload"] = parts.get("offload", 0.0) + 3 * rows / (
+            device.host_link * rates.host_link
+        )
     of_run = sum(flops_per_sample(run.model, patterns, context, run.train.freeze))
     return replace(
         found,
@@ -263,7 +265,7 @@ def _layer(
         # Copied out during the forward pass and in during the backward pass, on their own streams.
         in_forward = forward + attention + FORWARD_TRAFFIC * traffic
         size = activation_bytes(model, train, shape.width, tokens) / shape.tensor
-        copy, blocks = size / rates.host_link, 1.0
+        copy, blocks = size / (device.host_link * rates.host_link), 1.0
         if train.offload_limit_gib is not None:  # the first blocks alone, one after the other
             all_blocks = model.layers / shape.ranks["pipeline"]
             blocks = min(1.0, train.offload_limit_gib * 2**30 / size / all_blocks)
@@ -375,4 +377,4 @@ def _step_end(run: Run, shape: _Shape, device: Device, rates: RunRates) -> tuple
     gathers = shape.micro_batches * (2 if run.layout.zero == 3 else 1)
     returned = shape.micro_batches if run.layout.zero > 1 else 1
     copied = 4 * parameters * (gathers + returned)
-    return moved / rates.host_optimizer, copied / rates.host_link
+    return moved / rates.host_optimizer, copied / (device.host_link * rates.host_link)
