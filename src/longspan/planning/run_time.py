@@ -50,7 +50,7 @@ ATTENTION_BACKWARD = 2.5
 """FLOPs of the backward pass of attention, in units of the forward pass."""
 RECOMPUTE_HOST = {"none": 0.0, "selective": 0.35, "full": 0.35}
 """What the host launches again, of the launches of a block."""
-EIGHT_BIT_TRAFFIC, ROUNDED_TRAFFIC = 7.3, 12.0
+EIGHT_BIT_TRAFFIC, ROUNDED_TRAFFIC = 7.7, 12.7
 """How long a step of AdamW takes with moments in 8 bits, and with parameters in bf16 too, in units
 of AdamW's: torchao searches for the code of each value. One run of 1.3b each, on an H200."""
 
