@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torchao.optim import AdamW8bit
 
 from longspan.checkpoint import load
 from longspan.config import Run
-from longspan.engines.optimizer import build_optimizer
+from longspan.engines.eight_bit import EightBitAdamW
+from longspan.engines.optimizer import build_optimizer, step_unless
 from longspan.parallel.world import World
 from longspan.runfile import load_run
 from longspan.training import train
@@ -79,6 +83,71 @@ def test_no_weight_jumps_whose_gradient_was_far_below_others_of_its_block() -> N
     change = (layer.weight.detach() - before).abs()
     assert lr < change[0, 0] < 2.5 * lr
     assert change.max() < 2.5 * lr
+
+
+def eight_bit_pair(dtype: torch.dtype) -> tuple[list[torch.nn.Parameter], Any, Any]:
+    """Parameters, a matrix whose moments have 8 bits and a vector, with our optimizer; torchao's,
+    with the same codes, of copies of them.
+    """
+    shapes = (64, 96), (24,)
+    ours = [torch.nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    options = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+    class Reference(EightBitAdamW):
+        step = AdamW8bit.step
+
+    is_rounded = dtype == torch.bfloat16
+    found = (
+        kind([{"params": parameters}], is_rounded=is_rounded, **options)
+        for kind, parameters in ((EightBitAdamW, ours), (Reference, theirs))
+    )
+    return ours, *found
+
+
+def bits(optimizer: Any) -> list[torch.Tensor]:
+    """Parameters and moments."""
+    found = []
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            state = optimizer.state[p]
+            moments = state["exp_avg"], state["exp_avg_sq"]
+            found += [p.detach(), *(m.dequantize() if hasattr(m, "codes") else m for m in moments)]
+    return [x.clone() for x in found]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_8_bit_steps_are_those_of_torchao(dtype: torch.dtype) -> None:
+    _, ours, theirs = eight_bit_pair(dtype)
+    with torch.compiler.set_stance("force_eager"):
+        for step in range(5):
+            for a, b in zip(*(o.param_groups[0]["params"] for o in (ours, theirs)), strict=True):
+                a.grad = (torch.randn(a.shape) * 10.0 ** torch.randint(-4, 1, a.shape)).to(dtype)
+                b.grad = a.grad.clone()
+            for optimizer in (ours, theirs):
+                torch.manual_seed(step)  # of what bf16 is rounded by
+                optimizer.step()
+    for a, b in zip(bits(ours), bits(theirs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_skipped_step_changes_no_bit() -> None:
+    parameters, optimizer, _ = eight_bit_pair(torch.float32)
+    with torch.compiler.set_stance("force_eager"):
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        before = bits(optimizer)
+        for p in parameters:
+            p.grad = torch.full_like(p, math.nan)
+        step_unless(torch.tensor(1.0), optimizer)
+        assert all(map(torch.equal, bits(optimizer), before))
+        assert all(state["step"] == 1 for state in optimizer.state.values())
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        step_unless(torch.tensor(0.0), optimizer)
+    assert all(state["step"] == 2 for state in optimizer.state.values())
+    assert not any(map(torch.equal, bits(optimizer), before))
 
 
 def test_a_run_resumes_with_the_same_8_bit_moments(tmp_path: Path) -> None:

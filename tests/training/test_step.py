@@ -16,10 +16,12 @@ from longspan.training.step import forward_context_of, train_step
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("compiles", ["true", "false"])
-def test_the_host_does_not_wait_for_the_device(compiles: str) -> None:
+@pytest.mark.parametrize(
+    "option", ["train.compile=true", "train.compile=false", "train.optimizer=adamw8bit"]
+)
+def test_the_host_does_not_wait_for_the_device(option: str) -> None:
     size = ["model.layers=2", "data.context=4096", "train.micro_batch=1", "train.global_batch=2"]
-    run = load([*size, f"train.compile={compiles}", "train.precision=bf16"], "cuda")
+    run = load([*size, option, "train.precision=bf16"], "cuda")
     device = torch.device("cuda")
     with open_mesh(run.layout, World(0, 1, 0), device) as mesh:
         engine = open_engine(run, mesh, device, forward_context_of(run.train))

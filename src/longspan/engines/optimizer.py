@@ -63,34 +63,13 @@ def _build(model: nn.Module, train: Train) -> torch.optim.Optimizer:
     if train.optimizer == "adamw":
         return torch.optim.AdamW(groups, **options, fused=True)
     try:
-        from torchao.optim import AdamW8bit
+        from longspan.engines.eight_bit import EightBitAdamW
     except ImportError as error:
         raise UserError(
             'train.optimizer = "adamw8bit" needs torchao: pip install "longspan[torchao]"'
         ) from error
-
-    is_rounded = train.parameter_precision == "bf16"
-
-    class EightBitAdamW(AdamW8bit):  # type: ignore[misc, unused-ignore]
-        """Rounds bf16 parameters up or down at random, such that the mean is exact."""
-
-        @staticmethod
-        def _subclass_zeros(p: Tensor, signed: bool, block_size: int) -> Any:
-            """The smallest code of a second moment is not 0: beside a far larger one in its block,
-            that would divide the first moment by `eps`, and a weight would jump.
-            """
-            state = AdamW8bit._subclass_zeros(p, signed, block_size)
-            if not signed:
-                state.qmap[0] = state.qmap[1] / 2
-            return state
-
-        def _new_buffer(self, p: Tensor, signed: bool) -> Any:
-            """Moments like those of a float32 parameter, whose small tensors are not quantized."""
-            like = torch.empty_like(p, dtype=torch.float32) if is_rounded else p
-            return super()._new_buffer(like, signed)
-
     eight_bits: torch.optim.Optimizer = EightBitAdamW(
-        groups, **options, bf16_stochastic_round=is_rounded
+        groups, is_rounded=train.parameter_precision == "bf16", **options
     )
     return eight_bits
 
