@@ -13,3 +13,5 @@ OFFLOAD_HELD, OFFLOAD_IN_FLIGHT = 2, 2
 still be under way while compute goes on: so many are on the device."""
 MUON_ITERATIONS = 5
 """Newton-Schulz iterations of a step of Muon."""
+CUDNN_PAIRS = 1 << 24
+"""Pairs of a query and a key, per head, from which on cuDNN computes dense attention on Hopper."""

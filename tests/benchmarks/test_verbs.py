@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 
 from longspan.benchmarks import engines, loss, tracking
 from longspan.benchmarks.plain_gpt import PlainGPT
-from longspan.benchmarks.step_time import load
-from longspan.benchmarks.train import LONGEST_CPU_CASES, Case, _power_limit
+from longspan.benchmarks.step_time import load, measure
+from longspan.benchmarks.train import GPU_CASES, LONGEST_GPU_CASES, Case, _power_limit
 from longspan.cli import main
+from longspan.config import Run
+from longspan.planning.memory import memory_per_rank
+from longspan.runfile import load_run
 
 
 @pytest.fixture(autouse=True)
@@ -155,14 +159,33 @@ def test_training_is_measured_beside_a_plain_gpt() -> None:
 
 def test_the_longest_contexts_take_one_step_each() -> None:
     small = ["model.hidden=32", "model.heads=2", "model.layers=1"]
-    found = bench("train", "--longest", *small)
-    assert [row["run"] for row in found["rows"]] == [
-        "built-in 1K dense in chunks",
-        "built-in 1K dilated in chunks",
+    found = bench("train", "--longest", "--plot", "a.svg", *small)
+    assert [(row["run"], row["warm_up"]) for row in found["rows"]] == [
+        ("built-in 1K dense in chunks, first step", 0),
+        ("built-in 1K dilated in chunks", 1),
     ]
     assert found["steps"] == 1
-    runs = [case.run("cpu", []) for case in LONGEST_CPU_CASES]
-    assert {run.train.chunk_tokens for run in runs} == {256}
+    titles = set(re.findall(r">(built-in [^<]*)<", Path("a.svg").read_text()))
+    assert titles == {"built-in dense", "built-in dilated"}
+
+
+@pytest.mark.parametrize("case", [*GPU_CASES, *LONGEST_GPU_CASES], ids=lambda case: case.name)
+def test_the_cases_of_a_gpu_fit_it(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the plan, on an H200; with the residual stream in bf16, as they are documented."""
+
+    def loaded(options: list[str], _device: str) -> Run:
+        return load_run(None, [*options, "train.device=cuda"], builtin="cuda", world=1)
+
+    monkeypatch.setattr("longspan.benchmarks.train.load", loaded)
+    run = case.run("cuda", ["train.residual_precision=bf16"])
+    (memory,) = memory_per_rank(run, 1)
+    assert sum(memory.peak.values()) < 134 * 2**30
+    assert run.train.chunk_tokens == case.chunk
+
+
+def test_steps_are_timed_after_a_warm_up_or_without() -> None:
+    run = load(["model.hidden=32", "model.heads=2", "model.layers=1", "data.context=256"], "cpu")
+    assert [len(measure(run, 2, warm_up).seconds) for warm_up in (0, 1)] == [2, 2]
 
 
 @pytest.mark.parametrize(

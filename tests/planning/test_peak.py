@@ -114,7 +114,7 @@ TILED = ["model.preset=1.3b", "model.vocab=50304", "data.context=65536"]
     ("gib", "options"),
     [
         (31.9, TILED),
-        (26.4, [*TILED, "train.offload_activations=true"]),
+        (26.4, [*TILED, "train.offload_activations=true", "train.offload_limit_gib=6.1"]),
         (
             127.62,
             [

@@ -113,24 +113,38 @@ def test_offloaded_activations_are_copied_while_the_blocks_compute() -> None:
         assert found.step_s - plain.step_s == pytest.approx(waits, rel=1e-4, abs=1e-9)
 
 
-def test_a_limit_has_the_first_blocks_wait_for_their_own_copies() -> None:
-    """The blocks after them have nothing to copy, and hide nothing of theirs."""
-    full = ["train.activation_checkpointing=full", "train.micro_batch=16"]
+@pytest.mark.parametrize("micro_batch", [9, 16])
+def test_a_limit_has_the_first_blocks_wait_for_their_own_copies(micro_batch: int) -> None:
+    """The blocks after them have nothing to copy, and hide nothing of theirs. Buffers in pinned
+    memory are of powers of two.
+    """
+    batch = [f"train.micro_batch={micro_batch}", f"train.global_batch={micro_batch}"]
+    full = ["train.activation_checkpointing=full", *batch]
     offload = [*full, "train.offload_activations=true"]
     plain = predict(small_run(*full), 1, H200, PERFECT)
-    each = 16 * 4096 * 768 * 4  # before each of 12 blocks
+    each = micro_batch * 4096 * 768 * 4  # before each of 12 blocks
     rates = replace(PERFECT, host_link=12 * each / plain.step_s / 2 / H200.host_link)
-    waits = [
-        predict(small_run(*offload, *limit), 1, H200, rates).step_s - plain.step_s
-        for limit in (
-            [],
-            ["train.offload_limit_gib=100"],
-            [f"train.offload_limit_gib={each / 2**28}"],
-        )
-    ]
-    assert waits[0] > 0
-    assert waits[1] == pytest.approx(waits[0])
-    assert waits[2] == pytest.approx(waits[0] * 4 / 12)
+
+    def waits(*limit: str) -> float:
+        return predict(small_run(*offload, *limit), 1, H200, rates).step_s - plain.step_s
+
+    assert waits() > 0
+    assert waits("train.offload_limit_gib=100") == pytest.approx(waits())
+    buffer = {9: 2**27, 16: 2**28}[micro_batch]
+    four = f"train.offload_limit_gib={4.5 * buffer / 2**30}"
+    assert waits(four) == pytest.approx(waits() * 4 / 12)
+
+
+def test_micro_batches_in_a_pipeline_share_the_limit_of_offload() -> None:
+    full = ["train.activation_checkpointing=full", "train.offload_activations=true"]
+    pipeline = [*full, "layout.shard=1", "layout.pipeline=4"]
+    rates = replace(PERFECT, host_link=1e-4)
+    buffer = 2**25  # for 2 x 4096 x 768 elements of 4 bytes, 24 MiB
+    whole, limited = (
+        predict(small_run(*pipeline, *limit, world=4), 4, H200, rates).parts["offload"]
+        for limit in ([], [f"train.offload_limit_gib={4 * buffer / 2**30}"])
+    )
+    assert limited == pytest.approx(whole / 3, rel=0.01)  # one of three blocks of each stage
 
 
 @pytest.mark.parametrize(

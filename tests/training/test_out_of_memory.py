@@ -136,8 +136,12 @@ def test_free_memory_in_pieces_can_be_joined(monkeypatch: pytest.MonkeyPatch) ->
     )
     (found,) = expandable_segments(error)
     assert found.setting == "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    assert found.frees == 3.25 * 2**30
+    assert found.frees == pytest.approx(3.25 * 2**30 + 635.12 * 2**20)
     assert requested_bytes(error) == 1.38 * 2**30
+    more = str(error).replace("1.38 GiB", "3.80 GiB"), str(error).replace("1.38 GiB", "3.95 GiB")
+    enough, too_much = (expandable_segments(torch.OutOfMemoryError(text)) for text in more)
+    assert enough == [found]
+    assert too_much == []
     assert expandable_segments(MemoryError()) == []
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
     assert expandable_segments(error) == []

@@ -180,11 +180,13 @@ def test_nvml_is_read_where_it_is_and_absent_where_it_is_not(
 def test_clocks_are_sampled_while_the_power_limit_slows_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    readings = iter([(1980, 0), *[(1500, 4 | 32)] * 10_000])
-    now = [0, 0]
+    readings = iter([(7, 0), (1980, 0), *[(1500, 4 | 32)] * 10_000])
+    now, asked = [0, 0], list[object]()
 
     def clock(_handle: object, _kind: int) -> int:
         now[:] = next(readings)
+        if len(asked) == 1:
+            raise RuntimeError("not now")  # which is left out
         return now[0]
 
     fake = SimpleNamespace(
@@ -192,7 +194,7 @@ def test_clocks_are_sampled_while_the_power_limit_slows_a_gpu(
         nvmlDeviceGetHandleByUUID=lambda uuid: uuid,
         NVML_CLOCK_SM=1,
         nvmlDeviceGetClockInfo=clock,
-        nvmlDeviceGetMaxClockInfo=lambda handle, kind: 1980,
+        nvmlDeviceGetMaxClockInfo=lambda handle, kind: asked.append(handle) or 1980,
         nvmlDeviceGetPowerUsage=lambda handle: 690_000,
         nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle: now[1],
         nvmlClocksThrottleReasonSwPowerCap=4,
@@ -200,7 +202,8 @@ def test_clocks_are_sampled_while_the_power_limit_slows_a_gpu(
     monkeypatch.setitem(sys.modules, "pynvml", fake)
     monkeypatch.setattr(nvml, "SAMPLE_S", 0.001)
     sampler = ClockSampler("12ab")
-    while len(sampler._samples) < 3:
+    deadline = time.monotonic() + 30
+    while len(sampler._samples) < 3 and time.monotonic() < deadline:
         time.sleep(0.001)
     sampler.stop()
     second = sampler._samples[1][0]

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from longspan.constants import CUDNN_PAIRS
 from longspan.torch_internals import (
     cpu_flash_attention,
     cpu_flash_attention_backward,
@@ -32,8 +33,6 @@ Forward = Callable[..., tuple[Tensor, Tensor]]
 """q, k, v and options to the output and its log-sum-exp."""
 Backward = Callable[..., tuple[Tensor, Tensor, Tensor]]
 """The output's gradient, q, k, v, the merged output and log-sum-exp, and options to gradients."""
-CUDNN_PAIRS = 1 << 24
-"""Pairs of a query and a key, per head, from which on cuDNN is used."""
 ROWS = 4096
 """Tokens whose δ is computed at a time for the gradient of sinks: float32 takes little memory."""
 

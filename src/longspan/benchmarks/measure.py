@@ -187,16 +187,25 @@ class Steps(NamedTuple):
 class StepClock:
     """Times steps on a device without having the host wait for it, as training does not either.
 
-    Its peak memory counts from the end of the warm-up on.
+    A context, in which a GPU's clock and power are sampled. The peak memory counts from the end of
+    the warm-up on.
     """
 
     def __init__(self, device: torch.device, warm_up: int) -> None:
         self._is_gpu, self._warm_up = device.type == "cuda", warm_up
         self._sampler = None
         if self._is_gpu:
-            self._sampler = ClockSampler(str(torch.cuda.get_device_properties(device).uuid))
+            properties = torch.cuda.get_device_properties(device)
+            self._sampler = ClockSampler(str(getattr(properties, "uuid", "")))
         self._ticks: list[Any] = []
+
+    def __enter__(self) -> StepClock:
         self.tick()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._sampler is not None:
+            self._sampler.stop()
 
     def tick(self) -> None:
         """A step ends."""

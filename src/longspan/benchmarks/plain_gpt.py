@@ -65,14 +65,14 @@ def measure_plain(
         gpt = PlainGPT(model, context)
     loss_of = torch.compile(gpt) if is_gpu else gpt
     optimizer = torch.optim.AdamW(gpt.parameters(), lr=3e-4, betas=(0.9, 0.95), fused=True)
-    clock = StepClock(device, warm_up)
-    for _ in range(warm_up + steps):
-        tokens = torch.randint(model.vocab, (batch, context + 1), device=device)
-        with torch.autocast(device.type, torch.bfloat16, enabled=is_gpu):
-            loss = loss_of(tokens[:, :-1], tokens[:, 1:])
-        loss.backward()
-        nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        clock.tick()
-    return clock.steps()
+    with StepClock(device, warm_up) as clock:
+        for _ in range(warm_up + steps):
+            tokens = torch.randint(model.vocab, (batch, context + 1), device=device)
+            with torch.autocast(device.type, torch.bfloat16, enabled=is_gpu):
+                loss = loss_of(tokens[:, :-1], tokens[:, 1:])
+            loss.backward()
+            nn.utils.clip_grad_norm_(gpt.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            clock.tick()
+        return clock.steps()

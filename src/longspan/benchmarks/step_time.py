@@ -154,8 +154,8 @@ def _hardware(device: str) -> Device:
 def measure(run: Run, steps: int, warm_up: int = WARM_UP) -> Steps:
     """`steps` steps of a run in this process after the warm-up.
 
-    Without one, kernels are compiled in the first step; moments are there before it, as they are in
-    any later one.
+    Without one, blocks are compiled in the first step. The moments are there before it, as they are
+    in any later one.
     """
     device = torch.device(run.train.device)
     source = open_source(run.data, run.model)
@@ -165,11 +165,11 @@ def measure(run: Run, steps: int, warm_up: int = WARM_UP) -> Steps:
         with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
             if not warm_up:
                 _make_moments(engine.optimizer)
-            clock = StepClock(device, warm_up)
-            for _ in range(warm_up + steps):
-                train_step(state, data, run.train, device)
-                clock.tick()
-            return clock.steps()
+            with StepClock(device, warm_up) as clock:
+                for _ in range(warm_up + steps):
+                    train_step(state, data, run.train, device)
+                    clock.tick()
+                return clock.steps()
 
 
 def _make_moments(optimizer: torch.optim.Optimizer) -> None:

@@ -8,6 +8,8 @@ for the same tokens. The plain GPT has the depth, width, heads and vocabulary of
 from __future__ import annotations
 
 import gc
+import os
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,6 +35,7 @@ from longspan.errors import UserError
 from longspan.flops import flops_per_sample
 from longspan.hardware import peak_flops
 from longspan.progress import measuring
+from longspan.wording import counted
 
 PLAIN = "plain GPT,"
 STEPS = 10
@@ -52,6 +55,8 @@ class Case:
     """With "full", of how many layers."""
     chunk: int = 0
     """Tokens of a chunk, if the context is walked in chunks."""
+    warm_up: int = WARM_UP
+    """Steps before those that are timed; without any, the first is timed with its compilation."""
     is_beside_plain: bool = False
 
     @property
@@ -118,16 +123,22 @@ DENSE_LLAMA = (
     "train.offload_limit_gib=88.5",
 )
 LONGEST_GPU_CASES = [
-    *(_gpu_case("125m", mib << 10, 1, "dilated", chunk=131072) for mib in (1, 2, 4, 8, 16, 32)),
-    _gpu_case("1.3b", 4096, 1, "dilated", chunk=32768),
-    Case("llama3-8b", 1_572_864, 1, "dilated", LLAMA, "full", chunk=32768),
-    Case("llama3-8b", 501_760, 1, "dense", DENSE_LLAMA, "full"),
+    *(
+        _gpu_case("125m", mib << 10, 1, "dilated", chunk=131072, warm_up=1)
+        for mib in (1, 2, 4, 8, 16, 32)
+    ),
+    _gpu_case("1.3b", 4096, 1, "dilated", chunk=32768, warm_up=0),
+    Case("llama3-8b", 1_572_864, 1, "dilated", LLAMA, "full", chunk=32768, warm_up=0),
+    Case("llama3-8b", 501_760, 1, "dense", DENSE_LLAMA, "full", warm_up=0),
 ]
 CPU_CASES = [
     Case("built-in", 512, 2, "dense", is_beside_plain=True),
     Case("built-in", 512, 2, "dilated"),
 ]
-LONGEST_CPU_CASES = [Case("built-in", 1024, 1, kind, chunk=256) for kind in ("dense", "dilated")]
+LONGEST_CPU_CASES = [
+    Case("built-in", 1024, 1, "dense", chunk=256, warm_up=0),
+    Case("built-in", 1024, 1, "dilated", chunk=256, warm_up=1),
+]
 
 
 def bench_train(
@@ -143,14 +154,13 @@ def bench_train(
     """Measure, print a table, write JSON and draw the figures.
 
     `steps`: by default STEPS; `only`: words of a case's name, of which one must occur; `overrides`
-    of the run file apply to all runs; `longest`: the longest contexts instead, of which one step
-    takes minutes, so that one is the default, without a warm-up.
+    of the run file apply to all runs; `longest`: the longest contexts instead, of which a step
+    takes up to ten minutes, so that one is the default; the longest are timed without a warm-up.
     """
     if steps is None:
         steps = 1 if longest else STEPS
     if steps < 1:
         raise UserError(f"--steps must be at least 1, got {steps}")
-    warm_up = 0 if longest else WARM_UP
     if longest:
         cases = LONGEST_GPU_CASES if device == "cuda" else LONGEST_CPU_CASES
     else:
@@ -162,8 +172,9 @@ def bench_train(
     if plot and (problem := unwritable([plot])):
         raise UserError(problem)
     console, where = open_console(json_file), machine(device)
-    console.print(f"{where}; medians of {steps} steps after {warm_up}", markup=False)
-    columns = {"run": -34, "tokens/s": 10, "ms": 9, "MFU": 6, "as dense": 8, "GiB": 6}
+    timed = counted(steps, "step") + ("" if longest else f" after {WARM_UP}")
+    console.print(f"{where}; medians of {timed}", markup=False)
+    columns = {"run": -44, "tokens/s": 10, "ms": 9, "MFU": 6, "as dense": 8, "GiB": 6}
     columns |= {"MHz": 5, "W": 4}
     table, rows = Rows(console, columns), list[dict[str, Any]]()
 
@@ -174,15 +185,20 @@ def bench_train(
     for case in chosen:
         run = case.run(device, overrides)
         with measuring(f"training {case.name}"):
-            measured = _measured(run, steps, warm_up)
-        add(case.name, run, measured, case.kind == "dense")
+            measured = _measured(run, steps, case.warm_up)
+        is_first = steps == 1 and not case.warm_up
+        add(f"{case.name}{', first step' * is_first}", run, measured, case.kind == "dense")
+        rows[-1] |= {"warm_up": case.warm_up, "line": f"{case.model} {case.kind}"}
         if case.is_beside_plain:
             with measuring(f"training a {PLAIN} {case.name}"):
                 measured = _measured_plain(run, steps)
             add(f"{PLAIN} {case.name}", run, measured, True)
+            rows[-1] |= {"warm_up": WARM_UP, "line": f"{case.model} plain GPT"}
     if limited := _power_limit(rows):
         console.print(limited, markup=False)
-    write_result(json_file, {"machine": where, "steps": steps, "rows": rows})
+    allocator = {k: v for k, v in os.environ.items() if re.fullmatch("PYTORCH_.*ALLOC_CONF", k)}
+    result = {"machine": where, "environment": allocator, "steps": steps, "rows": rows}
+    write_result(json_file, result)
     if plot:
         plot.write_text(_chart(rows, where))
 
@@ -222,7 +238,7 @@ def _row(name: str, run: Run, measured: Steps | None, is_dense: bool) -> dict[st
     """`is_dense`: the attention computes all pairs."""
     row: dict[str, Any] = {"run": name, "context": run.data.context}
     if measured is None:
-        return {**row, "error": "out of memory"}
+        return {**row, "memory_bytes": 0, "error": "out of memory"}
     seconds = statistics.median(measured.seconds)
     row["memory_bytes"] = measured.memory_bytes
     if (clocks := measured.clocks) is not None:
@@ -268,7 +284,6 @@ def _chart(rows: Sequence[dict[str, Any]], where: str) -> str:
     lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if "tokens_per_s" in row:
-            *start, model, _, kind = row["run"].split(" ")
-            title = f"{model} plain GPT" if start else f"{model} {kind}"
-            lines.setdefault(title, []).append((row["context"], row["tokens_per_s"]))
+            point = row["context"], row["tokens_per_s"]
+            lines.setdefault(row["line"], []).append(point)
     return charts_svg({"tokens/s of training": lines}, where)

@@ -370,8 +370,9 @@ def bench_step_time(args: argparse.Namespace) -> None:
 
 def bench_train(args: argparse.Namespace) -> None:
     # Before torch is loaded: the largest case fills a GPU of 141 GB but for 6, which must not be
-    # lost between blocks of memory.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    # lost between blocks of memory. The first of these variables would hide the others.
+    if not any(f"PYTORCH_{name}ALLOC_CONF" in os.environ for name in ("CUDA_", "HIP_", "")):
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     with loading():
         from longspan.benchmarks.train import bench_train
 

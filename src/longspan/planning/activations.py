@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from longspan.attention import BlockSparse, Dense, Dilated, Heads, patterns_of
 from longspan.attention.kernels.schedule import schedule_branches
 from longspan.config import Run
-from longspan.constants import KERNEL_LOSS_CHUNK, LOSS_CHUNK, OFFLOAD_HELD, OFFLOAD_IN_FLIGHT
+from longspan.constants import (
+    CUDNN_PAIRS,
+    KERNEL_LOSS_CHUNK,
+    LOSS_CHUNK,
+    OFFLOAD_HELD,
+    OFFLOAD_IN_FLIGHT,
+)
 from longspan.costs import linear_sizes, rank_of
 from longspan.parallel.choices import residual_split
 from longspan.planning.communication_in_blocks import exchanges
@@ -244,7 +250,8 @@ class Activations:
         blocks = pattern.blocks if isinstance(pattern, Dilated) else pattern
         if isinstance(pattern, Dense):
             per_token = FP32 * vector  # the gradient of the queries, summed exactly
-            if self.keys < self.queries and self._run.model.head_dim > 64:
+            is_cudnn = tokens**2 >= CUDNN_PAIRS and self._run.model.head_dim > 64
+            if self.keys < self.queries and self.width < FP32 and is_cudnn:
                 # cuDNN has those of keys and values in float32 for each query head, and its results
                 # for each key head, where the block's table has 16 bits for each query head.
                 shared = train.micro_batch * (self.queries - self.keys)

@@ -84,7 +84,7 @@ class RunRates(MatmulRates):
     host_link: float = 0.8
     """Of the rate of the link to the host's memory."""
     host_optimizer: float = 1.2e10
-    """Bytes/s of the optimizer on the CPU, per device."""
+    """Bytes/s of the optimizer on the CPU, per device, of which each has 16 cores."""
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ stages are those of the training code.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from longspan.flops import (
     stage_flops,
 )
 from longspan.hardware import Device
+from longspan.parallel.choices import pinned_bytes
 from longspan.parallel.pipeline_schedule import plan_stages
 from longspan.planning.chunks import ROWS, Chunks, chunks_of, row_bytes
 from longspan.planning.collective_time import exposed_s
@@ -52,7 +54,8 @@ RECOMPUTE_HOST = {"none": 0.0, "selective": 0.35, "full": 0.35}
 """What the host launches again, of the launches of a block."""
 EIGHT_BIT_TRAFFIC, ROUNDED_TRAFFIC = 7.7, 12.7
 """How long a step of AdamW takes with moments in 8 bits, and with parameters in bf16 too, in units
-of AdamW's: torchao searches for the code of each value. One run of 1.3b each, on an H200."""
+of AdamW's: torchao searches for the code of each value. One run of 1.3b each, on an H200, of before
+`engines/eight_bit.py`. On CPU cores it is about as much: 75 ns per parameter and core."""
 
 
 @dataclass(frozen=True)
@@ -267,8 +270,10 @@ def _layer(
         size = activation_bytes(model, train, shape.width, tokens) / shape.tensor
         copy, blocks = size / (device.host_link * rates.host_link), 1.0
         if train.offload_limit_gib is not None:  # the first blocks alone, one after the other
-            all_blocks = model.layers / shape.ranks["pipeline"]
-            blocks = min(1.0, train.offload_limit_gib * 2**30 / size / all_blocks)
+            stages = shape.ranks["pipeline"]
+            in_flight = min(shape.micro_batches, stages)  # micro-batches that share the limit
+            fitting = train.offload_limit_gib * 2**30 // pinned_bytes(math.ceil(size)) / in_flight
+            blocks = min(1.0, fitting / (model.layers / stages))
         in_backward = sum(found.values()) - in_forward
         exposed = max(0.0, copy - in_forward) + max(0.0, copy - in_backward)
         found["offload"] = blocks * exposed

@@ -85,6 +85,7 @@ class ClockSampler:
 
     def __init__(self, uuid: str) -> None:
         self._opened, self._stop = open_nvml(uuid), threading.Event()
+        self._most = math.nan
         self._samples: list[tuple[float, float, float, bool]] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
@@ -96,12 +97,10 @@ class ClockSampler:
     def since(self, start: float) -> Clocks | None:
         """Means over the samples from `time.monotonic()` = start on; None if there are none."""
         samples = [values for at, *values in self._samples if at >= start]
-        if self._opened is None or not samples:
+        if not samples:
             return None
-        nvml, handle = self._opened
-        most = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
         mhz, watts, limited = (statistics.mean(values) for values in zip(*samples, strict=True))
-        return Clocks(mhz, most, watts, limited)
+        return Clocks(mhz, self._most, watts, limited)
 
     def _run(self) -> None:
         if self._opened is None:
@@ -109,10 +108,11 @@ class ClockSampler:
         nvml, handle = self._opened
         while not self._stop.wait(SAMPLE_S):
             try:
+                self._most = float(nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
                 clock = nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM)
                 watts = nvml.nvmlDeviceGetPowerUsage(handle) / 1000
                 reasons = nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
-            except Exception:  # noqa: BLE001  a sensor that this GPU does not have
-                return
-            limited = bool(reasons & nvml.nvmlClocksThrottleReasonSwPowerCap)
+                limited = bool(reasons & nvml.nvmlClocksThrottleReasonSwPowerCap)
+            except Exception:  # noqa: BLE001  a sensor that this GPU does not have, or not now
+                continue
             self._samples.append((time.monotonic(), clock, watts, limited))

@@ -125,13 +125,16 @@ def _measured_share(setting: str, used: dict[str, int], run: Run) -> float | Non
 
 
 def expandable_segments(error: BaseException) -> list[Suggestion]:
-    """The allocator's setting that joins free memory which lies in pieces, if there is any."""
+    """The allocator's setting that joins free memory which lies in pieces, if that is enough."""
     variables = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
     if any("expandable_segments:True" in os.environ.get(name, "") for name in variables):
         return []
-    frees = _size_in(error, r"([\d.]+) (\w+) is reserved by PyTorch but unallocated")
+    pieces = _size_in(error, r"([\d.]+) (\w+) is reserved by PyTorch but unallocated")
+    free = _size_in(error, r"of which ([\d.]+) (\w+) is free") or 0.0
+    if not pieces or pieces + free < (requested_bytes(error) or 0.0):
+        return []
     setting = "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
-    return [Suggestion(setting, frees, "no time: set it in the environment")] if frees else []
+    return [Suggestion(setting, pieces + free, "no time: set it in the environment")]
 
 
 def requested_bytes(error: BaseException) -> float | None:
