@@ -54,8 +54,8 @@ RECOMPUTE_HOST = {"none": 0.0, "selective": 0.35, "full": 0.35}
 """What the host launches again, of the launches of a block."""
 EIGHT_BIT_TRAFFIC, ROUNDED_TRAFFIC = 7.7, 12.7
 """How long a step of AdamW takes with moments in 8 bits, and with parameters in bf16 too, in units
-of AdamW's: torchao searches for the code of each value. One run of 1.3b each, on an H200, of before
-`engines/eight_bit.py`. On CPU cores it is about as much: 75 ns per parameter and core."""
+of AdamW's. One run of 1.3b each on an H200 with torchao's step, most of it the host's; that of
+`engines/eight_bit.py` was not measured there. On CPU cores it is about as much."""
 
 
 @dataclass(frozen=True)
