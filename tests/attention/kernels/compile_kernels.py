@@ -25,6 +25,7 @@ from longspan.attention.kernels import (
     rows,
     window_kernels,
 )
+from longspan.attention.kernels.gluon_parts import layout_of
 
 HALF = ("q", "k", "v", "out", "do", "dq", "dk", "dv")
 FLOAT = ("lse", "safe_lse", "delta", "partial", "partial_k", "partial_v")
@@ -138,10 +139,9 @@ def compile_whole_segments(head_dim: int, **changes: Any) -> None:
         **changes,
     }
     block = [64, head_dim]
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float16)
+    layout = layout_of(block, 2)
     inputs = dict.fromkeys(("q", "k", "v", "do"), f"tensordesc<bf16{block},{layout}>")
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
-    inputs["dq"] = f"tensordesc<fp32{block},{layout}>"
+    inputs["dq"] = f"tensordesc<fp32{block},{layout_of(block, 4)}>"
     compile_kernel(hopper_forward.forward, constants, inputs, 1, GluonASTSource)
     constants["STAGES"] = 2
     compile_kernel(hopper_backward.backward, constants, inputs, 1, GluonASTSource)

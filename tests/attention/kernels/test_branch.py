@@ -204,16 +204,19 @@ def test_the_same_input_gives_the_same_bits_if_asked_for() -> None:
 def test_kernels_for_whole_segments_equal_the_general_ones(
     pattern: Dilated, dims: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit by bit, but for dQ, to which tiles of keys add in any order; views, two samples, GQA."""
+    """Up to the rounding of P, which one scales by counts before and the other after the maximum is
+    subtracted; views, two samples, GQA.
+    """
     parts = torch.randn(2, 4096, 12, dims, device="cuda", dtype=dtype)
     q, k, v = parts[:, :, :6], parts[:, :, 6:9], parts[:, :, 9:]
     do = torch.randn_like(q)
     (out, lse, dq, dk, dv), (out_2, lse_2, dq_2, dk_2, dv_2) = _by_both_kernels(
         q, k, v, do, pattern, monkeypatch
     )
-    for ours, general in ((out, out_2), (lse, lse_2), (dk, dk_2), (dv, dv_2)):
-        assert torch.equal(ours, general)
-    assert (dq - dq_2).float().norm() <= 3e-4 * dq_2.float().norm()
+    torch.testing.assert_close(lse, lse_2, rtol=0, atol=2e-5)
+    for ours, general in ((out, out_2), (dq, dq_2), (dk, dk_2), (dv, dv_2)):
+        tolerance = torch.finfo(dtype).eps / 4
+        assert (ours - general).float().norm() <= tolerance * general.float().norm()
 
 
 def _by_both_kernels(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from triton._C.libtriton import ir
 from triton.experimental import gluon
@@ -17,10 +16,18 @@ thread_barrier = gl.thread_barrier if hasattr(gl, "thread_barrier") else gl.barr
 
 def describe(x: Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
     """A tensor descriptor (TMA) of `x`, seen as a matrix that is read or written in blocks."""
-    # The layout of bfloat16 is the same as float16's: only the element size matters.
-    dtype = gl.float32 if x.dtype == torch.float32 else gl.float16
-    layout = gl.NVMMASharedLayout.get_default_for(block, dtype)
-    return TensorDescriptor(x, shape, strides, block, layout)
+    return TensorDescriptor(x, shape, strides, block, layout_of(block, x.element_size()))
+
+
+def layout_of(block: list[int], element_size: int) -> gl.NVMMASharedLayout:
+    """The layout of a block in shared memory.
+
+    Products read 16-bit elements in the widest swizzle. Results of products are written in 32 bits,
+    8 bytes per thread and 32 per row, without bank conflicts in columns of 32 bytes alone.
+    """
+    if element_size == 4:
+        return gl.NVMMASharedLayout(swizzle_byte_width=32, element_bitwidth=32, rank=2)
+    return gl.NVMMASharedLayout.get_default_for(block, gl.float16)
 
 
 @builtin
@@ -37,33 +44,44 @@ def place(strides, batch, rho, head, rate):
     return batch * (strides[0] // (rate * strides[1])), rho * strides[1] + head * strides[2]
 
 
+@gluon.constexpr_function
+def period_of(RATIOS, TILE):
+    """After how many rows the counts of a tile repeat, those of sparser branches apart; at least 8,
+    as many columns as a product has side by side.
+    """
+    return max([8, *(ratio for ratio in RATIOS if ratio <= TILE)])
+
+
 @gluon.jit
-def log_counts(row, shift, RATIOS: gl.constexpr):
-    """log2 of the number of branches, from this one outwards, that keep each row."""
+def counts_of_rows(first, shift, SCORES: gl.constexpr, RATIOS: gl.constexpr, TILE: gl.constexpr):
+    """log2 of the number of branches, from this one outwards, that keep a row: of the TILE rows
+    from `first` on, and of those in a period of any tile; and which of the latter are the one row
+    of a tile that branches sparser than TILE may keep.
+
+    In layouts for `counts_of_pairs` of scores in the layout SCORES.
+    """
+    PERIOD: gl.constexpr = period_of(RATIOS, TILE)
+    scores = gl.zeros([TILE, TILE], gl.float32, layout=SCORES)
+    PERIODIC: gl.constexpr = scores.reshape([TILE, TILE // PERIOD, PERIOD]).type.layout
+    row = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, gl.SliceLayout(2, PERIODIC)))
     count = gl.full(row.shape, 1.0, gl.float32, layout=row.type.layout)
+    i = gl.arange(0, PERIOD, layout=gl.SliceLayout(0, gl.SliceLayout(1, PERIODIC)))
+    count_in_tile = gl.full(i.shape, 1.0, gl.float32, layout=i.type.layout)
     for j in gl.static_range(len(RATIOS)):
         count += gl.where((row + shift) % RATIOS[j] == 0, 1.0, 0.0)
-    return gl.log2(count)
-
-
-@gluon.jit
-def log_counts_in_tile(i, shift, RATIOS: gl.constexpr, TILE: gl.constexpr):
-    """`log_counts` of the rows i of any tile, which begins at a multiple of TILE.
-
-    Only for ratios up to TILE: the sparser branches keep at most the row `is_sparse` of a tile.
-    """
-    count = gl.full(i.shape, 1.0, gl.float32, layout=i.type.layout)
-    for j in gl.static_range(len(RATIOS)):
         if RATIOS[j] <= TILE:
-            count += gl.where((i + shift) % RATIOS[j] == 0, 1.0, 0.0)
-    return gl.log2(count), (i + shift) % TILE == 0
+            count_in_tile += gl.where((i + shift) % RATIOS[j] == 0, 1.0, 0.0)
+    return gl.log2(count), gl.log2(count_in_tile), (i + shift) % TILE == 0
 
 
 @gluon.jit
-def with_sparse_row(
-    log_count, is_sparse, first, shift, RATIOS: gl.constexpr, TILE: gl.constexpr
+def counts_of_pairs(
+    row_log_count, log_count_in_tile, is_sparse, first, shift, RATIOS: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
-    """`log_counts` of the tile that begins with row `first`."""
+    """log2 of the number of branches that keep both rows of a pair: (TILE, 1, period), of rows and
+    of the tile that begins with row `first`.
+    """
     if len(RATIOS) > 0 and RATIOS[len(RATIOS) - 1] > TILE:
         row = first + (-shift) % TILE + shift  # shift is at most 0
         count = 1.0
@@ -72,5 +90,13 @@ def with_sparse_row(
                 count += 1.0
             else:
                 count += gl.where(row % RATIOS[j] == 0, 1.0, 0.0)
-        log_count = gl.where(is_sparse, gl.log2(count), log_count)
-    return log_count
+        log_count_in_tile = gl.where(is_sparse, gl.log2(count), log_count_in_tile)
+    return gl.minimum(row_log_count[:, None][:, :, None], log_count_in_tile[None, :][:, None, :])
+
+
+@gluon.jit
+def add_periodic(x, y):
+    """x + y for x (rows, columns) and y (rows, 1, period)."""
+    PERIOD: gl.constexpr = y.shape[2]
+    total = x.reshape([x.shape[0], x.shape[1] // PERIOD, PERIOD]) + y
+    return gl.convert_layout(total.reshape(x.shape), x.type.layout, assert_trivial=True)

@@ -21,11 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from longspan.attention.kernels.gluon_parts import (
-    log_counts,
-    log_counts_in_tile,
+    add_periodic,
+    counts_of_pairs,
+    counts_of_rows,
     place,
     thread_barrier,
-    with_sparse_row,
 )
 
 # mypy: ignore-errors
@@ -45,17 +45,17 @@ def _softmax(
     DIAGONAL: gl.constexpr, RATIOS: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """P of a tile of scores, and what earlier results are multiplied by."""
-    if len(RATIOS) > 0:
-        k_log_count = with_sparse_row(k_log_count, is_sparse, n, shift, RATIOS, TILE)
-        qk = qk * scale_log2 + gl.minimum(q_log_count[:, None], k_log_count[None, :])
     if DIAGONAL:
         col = n + gl.arange(0, TILE, layout=gl.SliceLayout(0, qk.type.layout))
         qk = gl.where(row[:, None] >= col[None, :], qk, float("-inf"))
+    m_new = gl.maximum(m_i, gl.max(qk, 1) * scale_log2)  # up to the counts, which are small
     if len(RATIOS) > 0:
-        m_new = gl.maximum(m_i, gl.max(qk, 1))
-        p = gl.exp2(qk - m_new[:, None])
-    else:  # the product and the difference are one instruction
-        m_new = gl.maximum(m_i, gl.max(qk, 1) * scale_log2)
+        counts = counts_of_pairs(
+            q_log_count, k_log_count, is_sparse, n, shift, RATIOS, TILE
+        )  # fmt: skip
+        m_rows = gl.convert_layout(m_new, q_log_count.type.layout, assert_trivial=True)
+        p = gl.exp2(add_periodic(qk * scale_log2, counts - m_rows[:, None][:, :, None]))
+    else:
         p = gl.exp2(qk * scale_log2 - m_new[:, None])
     alpha = gl.exp2(m_i - m_new)
     return p, l_i * alpha + gl.sum(p, 1), m_new, alpha
@@ -140,9 +140,7 @@ def forward(
 
         ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
         row = first + gl.arange(0, TILE, layout=ROWS)
-        q_log_count = log_counts(row, shift, RATIOS)
-        i = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
-        k_log_count, is_sparse = log_counts_in_tile(i, shift, RATIOS, TILE)
+        q_log_count, k_log_count, is_sparse = counts_of_rows(first, shift, SCORES, RATIOS, TILE)
         lse_rows = lse + gl.program_id(1).to(gl.int64) * lse_stride + rho + row * rate
         result_row = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, RESULT))
         partial_row = (rho + result_row * rate) // partial_rate
@@ -164,7 +162,7 @@ def forward(
         zero = gl.zeros([TILE, TILE], gl.float32, layout=SCORES)
         mbarrier.wait(q_ready.index(0), 0)
         q_operand = q_tile
-        if HEAD_DIM == 64 and len(RATIOS) == 0:  # in registers, of which there are enough
+        if HEAD_DIM == 64:  # in registers, of which there are enough
             q_operand = q_tile.load(gl.DotOperandLayout(0, SCORES, 2))
         mbarrier.wait(k_ready.index(0), 0)
         qk = warpgroup_mma(q_operand, k_tiles.index(0).permute([1, 0]), zero, use_acc=False)
