@@ -11,8 +11,8 @@ import inspect
 import json
 import logging
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -46,6 +46,7 @@ __all__ = [
     "assume_static_shapes",
     "checkpoint_wrapper",
     "clear_sharding_cache",
+    "compiled_product",
     "cpu_flash_attention",
     "cpu_flash_attention_backward",
     "cudnn_attention",
@@ -99,6 +100,20 @@ def raise_recompile_limit(graphs: int) -> None:
     config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, graphs)
     config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, graphs)
+
+
+@contextmanager
+def compiled_product(product: Callable[..., Tensor]) -> Iterator[None]:
+    """Has code that torch.compile generates call `product(a, b, out=out)` instead of `torch.mm`."""
+    from torch._inductor.kernel import mm  # noqa: F401  registers it
+    from torch._inductor.select_algorithm import extern_kernels
+
+    before = extern_kernels.mm  # type: ignore[attr-defined]
+    extern_kernels.mm = product  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        extern_kernels.mm = before  # type: ignore[attr-defined]
 
 
 def end_compile_workers() -> None:

@@ -33,6 +33,7 @@ from longspan.engines import open_engine
 from longspan.errors import UserError, first_problem
 from longspan.files import read_json_object
 from longspan.hardware import Device, cpu_device, device_of, find_device
+from longspan.nn.products import chosen_products
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World
 from longspan.planning.fitting import as_dict, fit, quantiles
@@ -159,7 +160,11 @@ def measure(run: Run, steps: int, warm_up: int = WARM_UP) -> Steps:
     """
     device = torch.device(run.train.device)
     source = open_source(run.data, run.model)
-    with open_mesh(run.layout, World(0, 1, 0), device) as mesh, matmul_precision(run.train):
+    with (
+        open_mesh(run.layout, World(0, 1, 0), device) as mesh,
+        matmul_precision(run.train),
+        chosen_products(run.train, device),
+    ):
         engine = open_engine(run, mesh, device, forward_context_of(run.train))
         state = TrainState(engine, mesh, Guard(0.0, device))
         with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:

@@ -23,6 +23,7 @@ from longspan.export.side_files import copy_side_files
 from longspan.faults import fault_point
 from longspan.hardware import device_of
 from longspan.locking import owned
+from longspan.nn.products import chosen_products
 from longspan.parallel.collectives import all_reduce_any, all_reduce_max
 from longspan.parallel.mesh import ParallelMesh, open_mesh
 from longspan.parallel.norms_by_layer import NormsByLayer
@@ -120,6 +121,7 @@ def _train_until_it_fits(
             with (
                 waiting("preparing model and data", quiet=not world.is_main) as preparing,
                 start_limit(run.train.start_timeout_s) as started,
+                chosen_products(given.train, device),
                 open_mesh(run.layout, world, device, max(time_limits(run.train))) as mesh,
             ):
 
