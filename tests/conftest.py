@@ -8,6 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# CPUs with fp16 instructions would sum products in fp16, and layouts differ by more than elsewhere.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+
 import torch
 
 if not torch.cuda.is_available():  # must be set before Triton and the kernels are imported
