@@ -8,10 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-# CPUs with fp16 instructions would sum products in fp16, and layouts differ by more than elsewhere.
-os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
-
 import torch
 
 if not torch.cuda.is_available():  # must be set before Triton and the kernels are imported
@@ -19,7 +15,9 @@ if not torch.cuda.is_available():  # must be set before Triton and the kernels a
 
 from tests.harness import Ranks
 
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it, and so would every process here
+# nohup and background jobs ignore these, and so would every process here.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

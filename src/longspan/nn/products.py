@@ -1,13 +1,14 @@
-"""Matrix products of compiled blocks on Hopper GPUs: the algorithm of cuBLASLt is chosen here.
+"""Matrix products of compiled blocks on Hopper GPUs: which algorithm of cuBLASLt computes them.
 
-A GPU that multiplies for longer than some milliseconds is at its power limit, and lowers its clock.
-cuBLAS takes what is fastest at the full clock; other tiles do the same sums with less energy, and
-so in less time. docs/measurements.md has what was measured: 2 to 11% less time on an H200.
+A GPU that multiplies for longer than some milliseconds is at its power limit and lowers its clock.
+Of the algorithms that cuBLASLt offers, others than cuBLAS's own choice take less time then: up to
+10% less on an H200 (docs/measurements.md, products at the power limit).
 """
 
 from __future__ import annotations
 
 import ctypes
+import warnings
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
@@ -21,10 +22,14 @@ from torch import Tensor
 from longspan.config import Train
 from longspan.torch_internals import compiled_product
 
-LEAST = 1 << 35
-"""Multiplications of a product, below which cuBLAS's own choice is left: not measured."""
+FEATURES = range(768, 5505)
+"""Widths of layers that were measured; others are left to cuBLAS."""
+LEAST_TOKENS = 32_768
+"""65,536 were measured; half as many still fill the multiprocessors many times."""
 WORKSPACE_BYTES = 64 << 20
-"""At most, of an algorithm; what the chosen ones need is allocated."""
+"""At most; for the time of a product."""
+LEAST_VERSION = 130_000
+"""Of cuBLASLt; 13.1.0 was measured."""
 
 # Names and values of cublasLt.h.
 COMPUTE_32F, R_32F, R_16BF = 68, 0, 14
@@ -32,13 +37,15 @@ DESC_TRANSA, DESC_TRANSB = 3, 4
 PREF_MAX_WORKSPACE_BYTES = 1
 ALGO_CONFIG_TILE_ID = 1
 TILE_256x128, TILE_128x160, TILE_168x128 = 24, 29, 197
+ALIGNMENT = 256
+"""Bytes that cuBLASLt takes pointers to be aligned to, unless it is told otherwise."""
 
 
 class _Algorithm(ctypes.Structure):
     _fields_ = (("data", c_uint64 * 8),)
 
 
-class _Heuristic(ctypes.Structure):
+class _Offer(ctypes.Structure):
     _fields_ = (
         ("algorithm", _Algorithm),
         ("workspace", c_size_t),
@@ -57,6 +64,14 @@ class _Plan(NamedTuple):
     workspace: int
 
 
+class _RefusedError(Exception):
+    """cuBLASLt returned an error."""
+
+
+_refused: set[int] = set()
+"""Devices on which a product failed: the next ones are left to cuBLAS."""
+
+
 def chosen_products(train: Train, device: torch.device) -> AbstractContextManager[None]:
     """A context in which compiled blocks multiply by `product`, where that is for this device."""
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
@@ -66,23 +81,31 @@ def chosen_products(train: Train, device: torch.device) -> AbstractContextManage
 
 def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     """out = a · b for a (rows, inner) and b (inner, columns)."""
+    device = a.device.index
     plan = None
-    if _is_served(a, b, out) and not torch.are_deterministic_algorithms_enabled():
-        plan = _plan(*a.shape, b.shape[1], a.stride(), b.stride(), a.device.index)
+    if _is_served(a, b, out) and device not in _refused:
+        plan = _plan(*a.shape, b.shape[1], a.stride(), b.stride(), device)
     if plan is None:
         return torch.mm(a, b, out=out)
-    library, handle = _library(), _handle(a.device.index)
+    workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=a.device)
     stream = torch.cuda.current_stream(a.device).cuda_stream
-    workspace = _workspace(a.device.index, stream, plan.workspace)
     one, zero, result = c_float(1), c_float(0), c_void_p(out.data_ptr())
     of_b, of_a, of_result = plan.layouts
     # Column-major: the transposed result is the product of the transposed operands.
-    status = library.cublasLtMatmul(
-        handle, plan.operation, byref(one), c_void_p(b.data_ptr()), of_b, c_void_p(a.data_ptr()),
-        of_a, byref(zero), result, of_result, result, of_result, byref(plan.algorithm),
-        c_void_p(workspace.data_ptr()), c_size_t(plan.workspace), c_void_p(stream),
+    status = _library().cublasLtMatmul(
+        _handle(device), plan.operation, byref(one), c_void_p(b.data_ptr()), of_b,
+        c_void_p(a.data_ptr()), of_a, byref(zero), result, of_result, result, of_result,
+        byref(plan.algorithm), c_void_p(workspace.data_ptr()), c_size_t(plan.workspace),
+        c_void_p(stream),
     )  # fmt: skip
-    assert status == 0, f"cublasLtMatmul returned {status}"
+    if status != 0:
+        _refused.add(device)
+        warnings.warn(
+            f"cublasLtMatmul returned {status} for {tuple(a.shape)} · {tuple(b.shape)}: products "
+            "are left to cuBLAS",
+            stacklevel=1,
+        )
+        return torch.mm(a, b, out=out)
     return out
 
 
@@ -90,12 +113,20 @@ def _is_served(a: Tensor, b: Tensor, out: Tensor) -> bool:
     return (
         a.dtype == b.dtype == out.dtype == torch.bfloat16
         and a.dim() == b.dim() == 2
-        and a.shape[0] * a.shape[1] * b.shape[1] >= LEAST
+        and _is_measured(a, b)
         and out.shape == (a.shape[0], b.shape[1])
         and all(_is_matrix(x) for x in (a, b))
         and out.is_contiguous()
-        and not any(x.data_ptr() % 16 for x in (a, b, out))
+        and not any(x.data_ptr() % ALIGNMENT for x in (a, b, out))
+        and not torch.are_deterministic_algorithms_enabled()
     )
+
+
+def _is_measured(a: Tensor, b: Tensor) -> bool:
+    """Whether the sizes are those of a layer; a weight gradient sums over tokens."""
+    (rows, inner), columns = a.shape, b.shape[1]
+    tokens, features = (rows, inner) if a.stride(1) == 1 else (inner, rows)
+    return tokens >= LEAST_TOKENS and features in FEATURES and columns in FEATURES
 
 
 def _is_matrix(x: Tensor) -> bool:
@@ -109,52 +140,73 @@ def _is_matrix(x: Tensor) -> bool:
 def _plan(
     rows: int, inner: int, columns: int, a: Sequence[int], b: Sequence[int], device: int
 ) -> _Plan | None:
-    """None if none of the algorithms that were measured is offered. a, b: strides."""
-    if (library := _library()) is None:
+    """None if cuBLASLt offers none of the algorithms that were measured. a, b: strides."""
+    library = _library()
+    if library is None:
         return None
-    handle = _handle(device)
     turns_b, turns_a = b[1] != 1, a[1] != 1
-    layouts = (
-        _layout(inner, columns, b[1]) if turns_b else _layout(columns, inner, b[0]),
-        _layout(rows, inner, a[1]) if turns_a else _layout(inner, rows, a[0]),
-        _layout(columns, rows, columns),
-    )
-    operation = c_void_p()
-    _check(library.cublasLtMatmulDescCreate(byref(operation), COMPUTE_32F, R_32F))
-    for key, turns in ((DESC_TRANSA, turns_b), (DESC_TRANSB, turns_a)):
-        value = c_int32(turns)
-        _check(library.cublasLtMatmulDescSetAttribute(operation, key, byref(value), c_size_t(4)))
-    of_b, of_a, of_result = layouts
-    preference, limit = c_void_p(), c_uint64(WORKSPACE_BYTES)
-    _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
-    _check(
-        library.cublasLtMatmulPreferenceSetAttribute(
-            preference, PREF_MAX_WORKSPACE_BYTES, byref(limit), c_size_t(8)
+    try:
+        layouts = (
+            _layout(inner, columns, b[1]) if turns_b else _layout(columns, inner, b[0]),
+            _layout(rows, inner, a[1]) if turns_a else _layout(inner, rows, a[0]),
+            _layout(columns, rows, columns),
         )
-    )
-    offers, count = (_Heuristic * 8)(), c_int()
-    status = library.cublasLtMatmulAlgoGetHeuristic(
-        handle, operation, of_b, of_a, of_result, of_result, preference, 8, offers, byref(count)
-    )
-    library.cublasLtMatmulPreferenceDestroy(preference)
-    if status != 0:
+        operation = _operation(turns_b, turns_a)
+        offers = _offers(device, operation, layouts)
+        tiles = [_tile(offer.algorithm) if offer.state == 0 else 0 for offer in offers]
+    except _RefusedError:
         return None
-    tiles = [_tile(offer.algorithm) for offer in offers[: count.value]]
     if (index := choice(tiles, is_weight_gradient=turns_a)) is None:
         return None
     return _Plan(operation, layouts, offers[index].algorithm, offers[index].workspace)
 
 
 def choice(tiles: Sequence[int], *, is_weight_gradient: bool) -> int | None:
-    """Which of the algorithms that cuBLASLt offers, the fastest at the full clock first, to take.
+    """Which of the algorithms to take that cuBLASLt offers, those first that it deems fastest.
 
-    Among those with the tiles that took least time at the power limit, for hidden sizes of 768 to
-    2,048; a weight gradient sums over tokens.
+    Among those with the tiles that took least time in a row of products.
     """
     if is_weight_gradient:
         return next((i for i, tile in enumerate(tiles[:2]) if tile == TILE_256x128), None)
     wanted = (tile for tile in (TILE_168x128, TILE_128x160) if tile in tiles)
     return next((tiles.index(tile) for tile in wanted), None)
+
+
+def _layout(rows: int, columns: int, stride: int) -> c_void_p:
+    """Of a column-major matrix in bf16."""
+    layout = c_void_p()
+    size = c_uint64(rows), c_uint64(columns), c_int64(stride)
+    _check(_library().cublasLtMatrixLayoutCreate(byref(layout), R_16BF, *size))
+    return layout
+
+
+def _operation(*turns: bool) -> c_void_p:
+    """A product with its operands transposed or not, summed in float32."""
+    library, operation = _library(), c_void_p()
+    _check(library.cublasLtMatmulDescCreate(byref(operation), COMPUTE_32F, R_32F))
+    for key, turn in zip((DESC_TRANSA, DESC_TRANSB), turns, strict=True):
+        value = c_int32(turn)
+        _check(library.cublasLtMatmulDescSetAttribute(operation, key, byref(value), c_size_t(4)))
+    return operation
+
+
+def _offers(
+    device: int, operation: c_void_p, layouts: tuple[c_void_p, c_void_p, c_void_p]
+) -> list[_Offer]:
+    library, preference, limit = _library(), c_void_p(), c_uint64(WORKSPACE_BYTES)
+    _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
+    _check(
+        library.cublasLtMatmulPreferenceSetAttribute(
+            preference, PREF_MAX_WORKSPACE_BYTES, byref(limit), c_size_t(8)
+        )
+    )
+    offers, count = (_Offer * 8)(), c_int()
+    status = library.cublasLtMatmulAlgoGetHeuristic(
+        _handle(device), operation, *layouts, layouts[-1], preference, 8, offers, byref(count)
+    )
+    library.cublasLtMatmulPreferenceDestroy(preference)
+    _check(status)
+    return list(offers[: count.value])
 
 
 def _tile(algorithm: _Algorithm) -> int:
@@ -167,21 +219,19 @@ def _tile(algorithm: _Algorithm) -> int:
     return tile.value
 
 
-def _layout(rows: int, columns: int, stride: int) -> c_void_p:
-    """Of a column-major matrix in bf16."""
-    layout = c_void_p()
-    size = c_uint64(rows), c_uint64(columns), c_int64(stride)
-    _check(_library().cublasLtMatrixLayoutCreate(byref(layout), R_16BF, *size))
-    return layout
-
-
 @cache
 def _library() -> Any:
-    """cuBLASLt as this process has loaded it, or None."""
+    """cuBLASLt as this process has loaded it; None if there is none that was measured."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
-    loaded = [line.split(maxsplit=5)[-1] for line in lines if "libcublasLt.so" in line]
-    return ctypes.CDLL(loaded[0]) if loaded else None
+    for path in {line.split(maxsplit=5)[-1] for line in lines if "libcublasLt.so" in line}:
+        try:
+            library = ctypes.CDLL(path)
+        except OSError:  # removed since it was loaded
+            continue
+        library.cublasLtGetVersion.restype = c_size_t
+        return library if library.cublasLtGetVersion() >= LEAST_VERSION else None
+    return None
 
 
 @cache
@@ -192,11 +242,6 @@ def _handle(device: int) -> c_void_p:
     return handle
 
 
-@cache
-def _workspace(device: int, stream: int, size: int) -> Tensor:
-    """Of each stream its own: products on two may run at once."""
-    return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", device))
-
-
 def _check(status: int) -> None:
-    assert status == 0, f"cuBLASLt returned {status}"
+    if status != 0:
+        raise _RefusedError(status)
