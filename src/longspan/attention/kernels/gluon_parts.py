@@ -46,10 +46,10 @@ def place(strides, batch, rho, head, rate):
 
 @gluon.constexpr_function
 def period_of(RATIOS, TILE):
-    """After how many rows the counts of a tile repeat, those of sparser branches apart; at least 8,
-    as many columns as a product has side by side.
+    """After how many rows the counts of a tile repeat; at least 8, as many columns as a product has
+    side by side. Branches sparser than a tile keep one row of it, where nothing repeats.
     """
-    return max([8, *(ratio for ratio in RATIOS if ratio <= TILE)])
+    return TILE if len(RATIOS) > 0 and RATIOS[-1] > TILE else max([8, *RATIOS])
 
 
 @gluon.jit
