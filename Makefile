@@ -4,7 +4,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test check format clean data fuzz drill elastic compile kernels nvme parity slurm soak
+.PHONY: train test check format clean data fuzz drill elastic compile gpu kernels nvme parity slurm soak
 train: $(VENV)/.runtime
 	$(BIN)/longspan train
 
@@ -51,6 +51,10 @@ parity: $(VENV)/.development
 	LONGSPAN_SLOW=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/parallel \
 	  tests/engines tests/planning tests/training/test_trainer.py tests/training/test_lora.py \
 	  tests/training/test_tuning.py tests/training/test_parameter_precision.py tests/test_verification.py tests/benchmarks
+
+# Those tests that need a GPU; eight processes share it, since most of the time is compilation.
+gpu: $(VENV)/.development
+	$(BIN)/python -m pytest -m gpu -n 8
 
 # Every configuration of the GPU kernels, compiled for an H100; it needs no GPU.
 kernels: $(VENV)/.development
