@@ -33,8 +33,8 @@ def test_tensors_that_share_a_storage_are_copied_once_and_share_it_again() -> No
     views = [x, x.t(), x[1:], x.view(LARGE, 4), x.expand(2, 4, LARGE)]
     packed = [pack(of_pass, view) for view in views]
     assert len({id(p.saved) for p in packed}) == 1
-    for _ in range(4):  # until the first has left
-        pack(of_pass, torch.randn(LARGE))
+    more = [pack(of_pass, torch.randn(LARGE)) for _ in range(4)]
+    assert len(more) == 4  # so that the first must leave
     assert packed[0].saved.values is None
     found = [_unpack(p) for p in packed]
     assert len({y.untyped_storage().data_ptr() for y in found}) == 1
@@ -91,6 +91,34 @@ def test_the_first_are_offloaded_where_memory_is_limited() -> None:
         assert [p.saved.values is not None for p in packed] == [False] * 2 + [True] * 7
         assert all(torch.equal(_unpack(p), x) for p, x in zip(packed, tensors, strict=True))
         del packed
+
+
+def test_copies_take_their_time_where_later_storages_stay() -> None:
+    """Of 12, 4 fit into CPU memory: 8 is what the device must have room for at any time.
+
+    The first forward pass cannot know that.
+    """
+    host = _Host(limit=4 * MIN_BYTES)
+
+    def on_device() -> list[bool]:
+        return [p.saved.values is not None for p in packed]
+
+    for soonest in (4, 8):
+        of_pass, packed = _Pass(host), []
+        tensors = [torch.randn(LARGE) for _ in range(12)]
+        for place, x in enumerate(tensors):
+            packed.append(pack(of_pass, x))
+            assert host.on_device == sum(on_device()) * MIN_BYTES
+            assert sum(on_device()) == max(min(place + 1, soonest), place + 1 - 4)
+        assert on_device() == [False] * 4 + [True] * 8
+        back = []
+        for place in reversed(range(12)):
+            assert torch.equal(_unpack(packed[place]), tensors[place])
+            back.append(sum(on_device()[:4]))
+            packed.pop()
+        # At `place`, the others have left 8 · (1 - place / 12), of which half may be taken.
+        assert back == [0, 0, 1, 1, 2, 3, 3, 4, 4, 3, 2, 1]
+    assert host.on_device == 0
 
 
 def test_buffers_serve_other_sizes_too() -> None:

@@ -4,11 +4,13 @@ Copies have streams of their own, one out of the device and one into it, so that
 compute as long as the link to the host keeps up:
 
 - The forward pass leaves the newest `OFFLOAD_HELD` storages where they are, since the backward pass
-  needs them first. An older one is copied out; after `OFFLOAD_IN_FLIGHT` more, compute waits for
-  that copy and the memory is free. So what is on its way is bounded, whatever the link's speed.
-  Where CPU memory is limited, the first storages are copied, and later ones stay.
+  needs them first. An older one is copied out. Where more is on the device than there has to be at
+  some time, compute waits until no more than `OFFLOAD_IN_FLIGHT` copies are under way, and their
+  memory is free. So what is on its way is bounded, whatever the link's speed. Where CPU memory is
+  limited, the first storages are copied, and have time until later ones, which stay, need the room.
 - The backward pass takes storages in reverse order. When it asks for one, the `AHEAD` before it
-  start their way back.
+  start their way back, and more of them as long as they take half of what others have left free:
+  gradients need some.
 
 Whole storages are copied, once each: tensors that share one share it again in the backward pass.
 Memory on the device is always allocated and freed on the stream that computes, which waits for the
@@ -19,6 +21,7 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -34,7 +37,7 @@ from longspan.parallel.choices import pinned_bytes
 MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device: a copy would take longer to launch than to run."""
 AHEAD = 2
-"""Storages on their way in before they are asked for."""
+"""Storages at least that are on their way in before they are asked for."""
 
 
 def activation_offload(
@@ -57,7 +60,7 @@ def activation_offload(
 
 
 class _Host:
-    """The streams of copies, and buffers in CPU memory that are used again.
+    """The streams of copies, buffers in CPU memory that are used again, and what is on the device.
 
     Chunks of documents save activations of ever other sizes. So buffers are of powers of two, as
     pinned memory is in any case, and serve whatever fits into them.
@@ -67,6 +70,28 @@ class _Host:
         self._limit, self._allocated = limit, 0
         self._free: dict[int, list[tuple[Tensor, torch.cuda.Event | None]]] = {}
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
+        self.on_device = 0
+        """Bytes that are not offloaded, or not yet."""
+        self.room = 0
+        """The most that they had to be at a time."""
+        self._leaving: deque[weakref.ref[_Saved]] = deque()
+
+    def offload(self, saved: _Saved) -> None:
+        """Copy a storage out; it leaves the device when it must."""
+        saved.copy_out()
+        self._leaving.append(weakref.ref(saved))
+
+    def make_room(self) -> None:
+        """Have the oldest leave, if more is on the device than there ever had to be."""
+        while self._leaving:
+            oldest = self._leaving[0]()
+            is_crowded = self.on_device > self.room and len(self._leaving) > OFFLOAD_IN_FLIGHT
+            if oldest is not None and not is_crowded:
+                break
+            self._leaving.popleft()
+            if oldest is not None:
+                oldest.leave()
+        self.room = max(self.room, self.on_device)
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """The streams of copies out of a device and into it."""
@@ -103,7 +128,8 @@ class _Saved:
 
     def __init__(self, host: _Host, values: Tensor) -> None:
         """`values`: its bytes on the device."""
-        self._host, self._device, self._size = host, values.device, values.numel()
+        self._host, self._device, self.size = host, values.device, values.numel()
+        host.on_device += self.size
         self._version = values._version
         self.values: Tensor | None = values
         self._buffer: Tensor | None = None
@@ -120,23 +146,25 @@ class _Saved:
                 "an activation that autograd has saved was modified in place before it was "
                 "offloaded: modify a copy, or set train.offload_activations = false"
             )
-        self._buffer = self._host.take(self._size, self._device)
+        self._buffer = self._host.take(self.size, self._device)
         if self._buffer is not None:
-            self._copied = self._copy(self._buffer[: self._size], self.values, 0, self._ready)
+            self._copied = self._copy(self._buffer[: self.size], self.values, 0, self._ready)
 
     def leave(self) -> None:
         """Free the memory on the device, as soon as the copy in CPU memory is there."""
         if self._buffer is not None and self.values is not None:
             self._wait()
             self.values = None
+            self._host.on_device -= self.size
 
     def copy_in(self) -> None:
         if self.values is None:
             assert self._buffer is not None
-            values = torch.empty(self._size, dtype=torch.uint8, device=self._device)
+            values = torch.empty(self.size, dtype=torch.uint8, device=self._device)
             free = None if self._stream is None else self._stream.record_event()
-            self._copied = self._read = self._copy(values, self._buffer[: self._size], 1, free)
+            self._copied = self._read = self._copy(values, self._buffer[: self.size], 1, free)
             self.values = values
+            self._host.on_device += self.size
 
     def get(self) -> Tensor:
         """The bytes on the device, for the stream that computes."""
@@ -169,16 +197,50 @@ class _Saved:
     def __del__(self) -> None:
         """Autograd needs it no more: the buffer is free once it has been read."""
         self._wait()  # so that a copy does not touch memory which is freed here
+        if self.values is not None:
+            self._host.on_device -= self.size
         if self._buffer is not None:
             self._host.give_back(self._buffer, self._read)
+
+
+class _Storages:
+    """Those of one forward pass, in order."""
+
+    def __init__(self, host: _Host) -> None:
+        self._host = host
+        self._all: list[weakref.ref[_Saved]] = []
+        self._next = math.inf
+        """The place of the next that the backward pass brings in before it is asked for."""
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def append(self, saved: _Saved) -> weakref.ref[_Saved]:
+        self._all.append(weakref.ref(saved))
+        if len(self) > OFFLOAD_HELD and (old := self._all[-1 - OFFLOAD_HELD]()) is not None:
+            self._host.offload(old)
+        self._host.make_room()
+        return self._all[-1]
+
+    def bring_in_before(self, place: int) -> None:
+        """Start the way back of the last that come before `place`."""
+        room = self._host.room * (1 + place / len(self)) / 2
+        self._next = min(self._next, place - 1)
+        while self._next >= 0:
+            saved = self._all[int(self._next)]()
+            if saved is not None and saved.values is None:
+                if place - self._next > AHEAD and self._host.on_device + saved.size > room:
+                    break
+                saved.copy_in()
+            self._next -= 1
 
 
 class _View(NamedTuple):
     """A tensor that autograd has saved, and its DTensor arguments if it was one."""
 
     saved: _Saved
-    of_pass: list[weakref.ref[_Saved]]
-    """The storages of its forward pass, in order, and its place among them."""
+    of_pass: _Storages
+    """The storages of its forward pass, and its place among them."""
     place: int
     dtype: torch.dtype
     shape: torch.Size
@@ -192,7 +254,7 @@ class _Pass:
 
     def __init__(self, host: _Host) -> None:
         self._host = host
-        self._all: list[weakref.ref[_Saved]] = []
+        self._all = _Storages(host)
         # By storage and version. The weak reference keeps the address of a storage from being
         # used for another one.
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[_Saved], int]] = {}
@@ -237,14 +299,7 @@ class _Pass:
         elements = storage.nbytes() // x.element_size()
         saved = _Saved(self._host, x.as_strided((elements,), (1,), 0).view(torch.uint8))
         place = len(self._all)
-        self._all.append(weakref.ref(saved))
-        self._known[key] = reference, self._all[-1], place
-        for age, act in (
-            (OFFLOAD_HELD, _Saved.copy_out),
-            (OFFLOAD_HELD + OFFLOAD_IN_FLIGHT, _Saved.leave),
-        ):
-            if place >= age and (old := self._all[place - age]()) is not None:
-                act(old)
+        self._known[key] = reference, self._all.append(saved), place
         return saved, place
 
 
@@ -253,9 +308,7 @@ def _unpack(packed: Tensor | _View) -> Tensor:
         return packed
     saved, of_pass, place, dtype, shape, stride, offset, dtensor = packed
     values = saved.get()
-    for reference in reversed(of_pass[max(0, place - AHEAD) : place]):
-        if (earlier := reference()) is not None:
-            earlier.copy_in()
+    of_pass.bring_in_before(place)
     x = values.view(dtype).as_strided(shape, stride, offset)
     return x if dtensor is None else DTensor.from_local(x, **dtensor)
 

@@ -268,15 +268,14 @@ def _layer(
         # Copied out during the forward pass and in during the backward pass, on their own streams.
         in_forward = forward + attention + FORWARD_TRAFFIC * traffic
         size = activation_bytes(model, train, shape.width, tokens) / shape.tensor
-        copy, blocks = size / (device.host_link * rates.host_link), 1.0
-        if train.offload_limit_gib is not None:  # the first blocks alone, one after the other
+        copy = size / (device.host_link * rates.host_link)
+        if train.offload_limit_gib is not None:  # of the first blocks, while all compute
             stages = shape.ranks["pipeline"]
             in_flight = min(shape.micro_batches, stages)  # micro-batches that share the limit
             fitting = train.offload_limit_gib * 2**30 // pinned_bytes(math.ceil(size)) / in_flight
-            blocks = min(1.0, fitting / (model.layers / stages))
+            copy *= min(1.0, fitting / (model.layers / stages))
         in_backward = sum(found.values()) - in_forward
-        exposed = max(0.0, copy - in_forward) + max(0.0, copy - in_backward)
-        found["offload"] = blocks * exposed
+        found["offload"] = max(0.0, copy - in_forward) + max(0.0, copy - in_backward)
     return found
 
 
