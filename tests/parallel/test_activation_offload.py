@@ -94,31 +94,58 @@ def test_the_first_are_offloaded_where_memory_is_limited() -> None:
 
 
 def test_copies_take_their_time_where_later_storages_stay() -> None:
-    """Of 12, 4 fit into CPU memory: 8 is what the device must have room for at any time.
+    """Of 48, 8 fit into CPU memory: 40 is what the device must have room for at any time.
 
     The first forward pass cannot know that.
     """
-    host = _Host(limit=4 * MIN_BYTES)
+    host = _Host(limit=8 * MIN_BYTES)
 
     def on_device() -> list[bool]:
         return [p.saved.values is not None for p in packed]
 
-    for soonest in (4, 8):
+    for soonest in (4, 39):  # and room for the next one
         of_pass, packed = _Pass(host), []
-        tensors = [torch.randn(LARGE) for _ in range(12)]
+        tensors = [torch.randn(LARGE) for _ in range(48)]
         for place, x in enumerate(tensors):
             packed.append(pack(of_pass, x))
             assert host.on_device == sum(on_device()) * MIN_BYTES
-            assert sum(on_device()) == max(min(place + 1, soonest), place + 1 - 4)
-        assert on_device() == [False] * 4 + [True] * 8
+            assert sum(on_device()) == max(min(place + 1, soonest), place + 1 - 8)
+        assert on_device() == [False] * 8 + [True] * 40
         back = []
-        for place in reversed(range(12)):
+        for place in reversed(range(48)):
+            assert packed[place].saved.values is not None  # before it is asked for
             assert torch.equal(_unpack(packed[place]), tensors[place])
-            back.append(sum(on_device()[:4]))
+            assert sum(on_device()) <= max(39 * min(1, place / 48 + 1 / 8), place - 8 + 1)
+            back.append(sum(on_device()[:8]))
             packed.pop()
-        # At `place`, the others have left 8 · (1 - place / 12), of which half may be taken.
-        assert back == [0, 0, 1, 1, 2, 3, 3, 4, 4, 3, 2, 1]
+        assert back[::8] == [0, 4, 6, 7, 8, 8]
     assert host.on_device == 0
+
+
+def test_a_storage_that_all_blocks_use_does_not_end_the_fetching_ahead() -> None:
+    """As the table of RoPE, whose place is in the first block: the last block asks for it first."""
+    of_pass, table = _Pass(_Host()), torch.randn(LARGE)
+    tensors = [torch.randn(LARGE) for _ in range(12)]
+    packed = [(pack(of_pass, x), pack(of_pass, table)) for x in tensors]
+    for (p, of_table), x in zip(reversed(packed), reversed(tensors), strict=True):
+        assert torch.equal(_unpack(of_table), table)
+        assert torch.equal(_unpack(p), x)
+        before = packed[: packed.index((p, of_table))]
+        assert all(q.saved.values is not None for q, _ in before[-1:])
+        assert all(q.saved.values is None for q, _ in before[:-4])
+
+
+def test_what_waits_to_leave_does_not_grow_with_steps() -> None:
+    """A large step leaves room for which later ones have no need, and a graph of it is kept."""
+    host = _Host()
+    kept = [pack(_Pass(host), torch.randn(8 * LARGE)) for _ in range(4)]
+    kept = kept[:1]
+    for _ in range(20):
+        of_pass = _Pass(host)
+        packed = [pack(of_pass, torch.randn(LARGE)) for _ in range(6)]
+        assert len(host._leaving) <= 7
+        del packed
+    assert host.on_device == sum(p.saved.size for p in kept if p.saved.values is not None)
 
 
 def test_buffers_serve_other_sizes_too() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import warnings
+import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
@@ -55,11 +56,21 @@ class _Offer(ctypes.Structure):
     )
 
 
+class _Layout:
+    """Of a column-major matrix in bf16. Ends with its plan: documents make ever other sizes."""
+
+    def __init__(self, rows: int, columns: int, stride: int) -> None:
+        library, self.pointer = _library(), c_void_p()
+        size = c_uint64(rows), c_uint64(columns), c_int64(stride)
+        _check(library.cublasLtMatrixLayoutCreate(byref(self.pointer), R_16BF, *size))
+        weakref.finalize(self, library.cublasLtMatrixLayoutDestroy, self.pointer)
+
+
 class _Plan(NamedTuple):
     """What a call of cuBLASLt needs for products of one shape."""
 
     operation: c_void_p
-    layouts: tuple[c_void_p, c_void_p, c_void_p]
+    layouts: tuple[_Layout, _Layout, _Layout]
     algorithm: _Algorithm
     workspace: int
 
@@ -90,7 +101,7 @@ def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=a.device)
     stream = torch.cuda.current_stream(a.device).cuda_stream
     one, zero, result = c_float(1), c_float(0), c_void_p(out.data_ptr())
-    of_b, of_a, of_result = plan.layouts
+    of_b, of_a, of_result = (layout.pointer for layout in plan.layouts)
     # Column-major: the transposed result is the product of the transposed operands.
     status = _library().cublasLtMatmul(
         _handle(device), plan.operation, byref(one), c_void_p(b.data_ptr()), of_b,
@@ -111,7 +122,8 @@ def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
 
 def _is_served(a: Tensor, b: Tensor, out: Tensor) -> bool:
     return (
-        a.dtype == b.dtype == out.dtype == torch.bfloat16
+        a.is_cuda
+        and a.dtype == b.dtype == out.dtype == torch.bfloat16
         and a.dim() == b.dim() == 2
         and _is_measured(a, b)
         and out.shape == (a.shape[0], b.shape[1])
@@ -147,9 +159,9 @@ def _plan(
     turns_b, turns_a = b[1] != 1, a[1] != 1
     try:
         layouts = (
-            _layout(inner, columns, b[1]) if turns_b else _layout(columns, inner, b[0]),
-            _layout(rows, inner, a[1]) if turns_a else _layout(inner, rows, a[0]),
-            _layout(columns, rows, columns),
+            _Layout(inner, columns, b[1]) if turns_b else _Layout(columns, inner, b[0]),
+            _Layout(rows, inner, a[1]) if turns_a else _Layout(inner, rows, a[0]),
+            _Layout(columns, rows, columns),
         )
         operation = _operation(turns_b, turns_a)
         offers = _offers(device, operation, layouts)
@@ -172,14 +184,7 @@ def choice(tiles: Sequence[int], *, is_weight_gradient: bool) -> int | None:
     return next((tiles.index(tile) for tile in wanted), None)
 
 
-def _layout(rows: int, columns: int, stride: int) -> c_void_p:
-    """Of a column-major matrix in bf16."""
-    layout = c_void_p()
-    size = c_uint64(rows), c_uint64(columns), c_int64(stride)
-    _check(_library().cublasLtMatrixLayoutCreate(byref(layout), R_16BF, *size))
-    return layout
-
-
+@cache
 def _operation(*turns: bool) -> c_void_p:
     """A product with its operands transposed or not, summed in float32."""
     library, operation = _library(), c_void_p()
@@ -191,9 +196,10 @@ def _operation(*turns: bool) -> c_void_p:
 
 
 def _offers(
-    device: int, operation: c_void_p, layouts: tuple[c_void_p, c_void_p, c_void_p]
+    device: int, operation: c_void_p, layouts: tuple[_Layout, _Layout, _Layout]
 ) -> list[_Offer]:
     library, preference, limit = _library(), c_void_p(), c_uint64(WORKSPACE_BYTES)
+    pointers = [layout.pointer for layout in layouts]
     _check(library.cublasLtMatmulPreferenceCreate(byref(preference)))
     _check(
         library.cublasLtMatmulPreferenceSetAttribute(
@@ -202,7 +208,7 @@ def _offers(
     )
     offers, count = (_Offer * 8)(), c_int()
     status = library.cublasLtMatmulAlgoGetHeuristic(
-        _handle(device), operation, *layouts, layouts[-1], preference, 8, offers, byref(count)
+        _handle(device), operation, *pointers, pointers[-1], preference, 8, offers, byref(count)
     )
     library.cublasLtMatmulPreferenceDestroy(preference)
     _check(status)

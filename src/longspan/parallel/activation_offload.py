@@ -4,13 +4,13 @@ Copies have streams of their own, one out of the device and one into it, so that
 compute as long as the link to the host keeps up:
 
 - The forward pass leaves the newest `OFFLOAD_HELD` storages where they are, since the backward pass
-  needs them first. An older one is copied out. Where more is on the device than there has to be at
-  some time, compute waits until no more than `OFFLOAD_IN_FLIGHT` copies are under way, and their
-  memory is free. So what is on its way is bounded, whatever the link's speed. Where CPU memory is
-  limited, the first storages are copied, and have time until later ones, which stay, need the room.
+  needs them first. An older one is copied out. Before the device would hold more than it ever had
+  to, compute waits until no more than `OFFLOAD_IN_FLIGHT` copies are under way, and their memory is
+  free. So what is on its way is bounded, whatever the link's speed. Where CPU memory is limited,
+  the first storages are copied, and have time until later ones, which stay, need the room.
 - The backward pass takes storages in reverse order. When it asks for one, the `AHEAD` before it
-  start their way back, and more of them as long as they take half of what others have left free:
-  gradients need some.
+  start their way back, and more of them where others have left room. Less and less of it is theirs:
+  gradients of weights take the more, the fewer activations are left.
 
 Whole storages are copied, once each: tensors that share one share it again in the backward pass.
 Memory on the device is always allocated and freed on the stream that computes, which waits for the
@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
@@ -38,6 +38,8 @@ MIN_BYTES = 1 << 20
 """Smaller tensors stay on the device: a copy would take longer to launch than to run."""
 AHEAD = 2
 """Storages at least that are on their way in before they are asked for."""
+SLACK = 1 / 8
+"""Of the room, for what is on its way in: a compiled block asks at once for all it has saved."""
 
 
 def activation_offload(
@@ -72,26 +74,33 @@ class _Host:
         self._streams: dict[torch.device, tuple[torch.cuda.Stream, torch.cuda.Stream]] = {}
         self.on_device = 0
         """Bytes that are not offloaded, or not yet."""
-        self.room = 0
-        """The most that they had to be at a time."""
-        self._leaving: deque[weakref.ref[_Saved]] = deque()
+        self._most = self._largest = 0
+        """What they had to be at a time, and the largest storage."""
+        self._leaving: OrderedDict[int, weakref.ref[_Saved]] = OrderedDict()
+
+    @property
+    def room(self) -> int:
+        """For as many bytes, and for another storage, there has always been room."""
+        return self._most - self._largest
 
     def offload(self, saved: _Saved) -> None:
         """Copy a storage out; it leaves the device when it must."""
         saved.copy_out()
-        self._leaving.append(weakref.ref(saved))
+        self._leaving[id(saved)] = weakref.ref(saved)
 
-    def make_room(self) -> None:
-        """Have the oldest leave, if more is on the device than there ever had to be."""
-        while self._leaving:
-            oldest = self._leaving[0]()
-            is_crowded = self.on_device > self.room and len(self._leaving) > OFFLOAD_IN_FLIGHT
-            if oldest is not None and not is_crowded:
-                break
-            self._leaving.popleft()
-            if oldest is not None:
+    def make_room(self, added: int) -> None:
+        """After a storage of `added` bytes, have the oldest leave, so that the next fits too."""
+        self._most = max(self._most, self.on_device)
+        self._largest = max(self._largest, added)
+        while self.on_device > self.room and len(self._leaving) > OFFLOAD_IN_FLIGHT:
+            _, reference = self._leaving.popitem(last=False)
+            if (oldest := reference()) is not None:
                 oldest.leave()
-        self.room = max(self.room, self.on_device)
+
+    def forget(self, saved: _Saved) -> None:
+        self._leaving.pop(id(saved), None)
+        if saved.values is not None:
+            self.on_device -= saved.size
 
     def streams(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
         """The streams of copies out of a device and into it."""
@@ -141,11 +150,7 @@ class _Saved:
     def copy_out(self) -> None:
         if self.values is None or self._buffer is not None:
             return
-        if self.values._version != self._version:
-            raise RuntimeError(
-                "an activation that autograd has saved was modified in place before it was "
-                "offloaded: modify a copy, or set train.offload_activations = false"
-            )
+        self._check_unchanged(self.values)
         self._buffer = self._host.take(self.size, self._device)
         if self._buffer is not None:
             self._copied = self._copy(self._buffer[: self.size], self.values, 0, self._ready)
@@ -153,9 +158,18 @@ class _Saved:
     def leave(self) -> None:
         """Free the memory on the device, as soon as the copy in CPU memory is there."""
         if self._buffer is not None and self.values is not None:
+            if self._read is None:  # if this has not been back since
+                self._check_unchanged(self.values)
             self._wait()
             self.values = None
             self._host.on_device -= self.size
+
+    def _check_unchanged(self, values: Tensor) -> None:
+        if values._version != self._version:
+            raise RuntimeError(
+                "an activation that autograd has saved was modified in place before it was "
+                "offloaded: modify a copy, or set train.offload_activations = false"
+            )
 
     def copy_in(self) -> None:
         if self.values is None:
@@ -197,8 +211,7 @@ class _Saved:
     def __del__(self) -> None:
         """Autograd needs it no more: the buffer is free once it has been read."""
         self._wait()  # so that a copy does not touch memory which is freed here
-        if self.values is not None:
-            self._host.on_device -= self.size
+        self._host.forget(self)
         if self._buffer is not None:
             self._host.give_back(self._buffer, self._read)
 
@@ -209,8 +222,6 @@ class _Storages:
     def __init__(self, host: _Host) -> None:
         self._host = host
         self._all: list[weakref.ref[_Saved]] = []
-        self._next = math.inf
-        """The place of the next that the backward pass brings in before it is asked for."""
 
     def __len__(self) -> int:
         return len(self._all)
@@ -219,20 +230,19 @@ class _Storages:
         self._all.append(weakref.ref(saved))
         if len(self) > OFFLOAD_HELD and (old := self._all[-1 - OFFLOAD_HELD]()) is not None:
             self._host.offload(old)
-        self._host.make_room()
+        self._host.make_room(saved.size)
         return self._all[-1]
 
     def bring_in_before(self, place: int) -> None:
         """Start the way back of the last that come before `place`."""
-        room = self._host.room * (1 + place / len(self)) / 2
-        self._next = min(self._next, place - 1)
-        while self._next >= 0:
-            saved = self._all[int(self._next)]()
-            if saved is not None and saved.values is None:
-                if place - self._next > AHEAD and self._host.on_device + saved.size > room:
-                    break
-                saved.copy_in()
-            self._next -= 1
+        room = self._host.room * min(1.0, place / len(self) + SLACK)
+        for before in reversed(range(place)):
+            saved = self._all[before]()
+            if saved is None or saved.values is not None:
+                continue
+            if place - before > AHEAD and self._host.on_device + saved.size > room:
+                break
+            saved.copy_in()
 
 
 class _View(NamedTuple):
@@ -240,7 +250,7 @@ class _View(NamedTuple):
 
     saved: _Saved
     of_pass: _Storages
-    """The storages of its forward pass, and its place among them."""
+    """The storages of its forward pass, and how many of them are older than this use."""
     place: int
     dtype: torch.dtype
     shape: torch.Size
@@ -257,7 +267,7 @@ class _Pass:
         self._all = _Storages(host)
         # By storage and version. The weak reference keeps the address of a storage from being
         # used for another one.
-        self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[_Saved], int]] = {}
+        self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
 
     def pack(self, x: Tensor) -> Tensor | _View:
         if x.numel() * x.element_size() < MIN_BYTES or _is_weight(x):
@@ -289,17 +299,17 @@ class _Pass:
         )
 
     def _saved(self, x: Tensor) -> tuple[_Saved, int]:
-        """The storage of `x`, and its place among those of this pass."""
+        """The storage of `x`, and how many others this pass has seen before this use of it."""
         storage = x.untyped_storage()
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         key = reference.cdata, x._version
         if key in self._known and (known := self._known[key][1]()) is not None:
-            return known, self._known[key][2]
+            return known, len(self._all)
         # A view, which has the version of `x`: it is seen if that changes before it is copied.
         elements = storage.nbytes() // x.element_size()
         saved = _Saved(self._host, x.as_strided((elements,), (1,), 0).view(torch.uint8))
         place = len(self._all)
-        self._known[key] = reference, self._all.append(saved), place
+        self._known[key] = reference, self._all.append(saved)
         return saved, place
 
 

@@ -268,14 +268,19 @@ def _layer(
         # Copied out during the forward pass and in during the backward pass, on their own streams.
         in_forward = forward + attention + FORWARD_TRAFFIC * traffic
         size = activation_bytes(model, train, shape.width, tokens) / shape.tensor
-        copy = size / (device.host_link * rates.host_link)
-        if train.offload_limit_gib is not None:  # of the first blocks, while all compute
+        copy, share, stages = size / (device.host_link * rates.host_link), 1.0, 1
+        if train.offload_limit_gib is not None:  # room for a share of the blocks
             stages = shape.ranks["pipeline"]
             in_flight = min(shape.micro_batches, stages)  # micro-batches that share the limit
             fitting = train.offload_limit_gib * 2**30 // pinned_bytes(math.ceil(size)) / in_flight
-            copy *= min(1.0, fitting / (model.layers / stages))
+            share = min(1.0, fitting / (model.layers / stages))
         in_backward = sum(found.values()) - in_forward
-        found["offload"] = max(0.0, copy - in_forward) + max(0.0, copy - in_backward)
+        if share == 1.0 and shape.is_compiled and train.activation_checkpointing != "full":
+            in_backward = 0.0  # a compiled block asks at once for all that it has saved
+        # The first blocks' copies have the time of all, unless other micro-batches come between.
+        many, each = (1.0, copy * share) if stages == 1 else (share, copy)
+        waits = max(0.0, each - in_forward) + max(0.0, each - in_backward)
+        found["offload"] = many * waits
     return found
 
 
