@@ -53,6 +53,8 @@ class Case:
     checkpointing: str = "none"
     recompute_layers: int = 0
     """With "full", of how many layers."""
+    offload_gib: int = 0
+    """Of activations, in CPU memory."""
     chunk: int = 0
     """Tokens of a chunk, if the context is walked in chunks."""
     warm_up: int = WARM_UP
@@ -65,7 +67,16 @@ class Case:
         length = str(size)
         if size >= 1 << 10:
             length = f"{size / 2**20:g}M" if size >= 1 << 20 else f"{size >> 10}K"
-        return f"{self.model} {length} {self.kind}{' in chunks' if self.chunk else ''}"
+        return f"{self.model} {length} {self._kind}{' in chunks' * bool(self.chunk)}"
+
+    @property
+    def line(self) -> str:
+        """In the figure: cases of other contexts."""
+        return f"{self.model} {self._kind}"
+
+    @property
+    def _kind(self) -> str:
+        return f"{self.kind}{' offloaded' * bool(self.offload_gib)}"
 
     def run(self, device: str, more: Sequence[str]) -> Run:
         options = [
@@ -78,6 +89,9 @@ class Case:
         ]
         if self.recompute_layers:
             options.append(f"train.recompute_layers={self.recompute_layers}")
+        if self.offload_gib:
+            options.append("train.offload_activations=true")
+            options.append(f"train.offload_limit_gib={self.offload_gib}")
         if self.chunk:
             options.append(f"train.chunk_tokens={self.chunk}")
         if self.kind == "dilated":
@@ -107,6 +121,7 @@ GPU_CASES = [
     _gpu_case("350m", 8, 8, "dilated", is_beside_plain=True),
     # Without it six layers must be recomputed.
     _gpu_case("350m", 256, 1, "dilated", BF16_STREAM, checkpointing="full", recompute_layers=3),
+    _gpu_case("350m", 256, 1, "dilated", BF16_STREAM, checkpointing="selective", offload_gib=16),
     _gpu_case("1.3b", 8, 4, "dilated", is_beside_plain=True),
     _gpu_case("1.3b", 128, 1, "dilated", checkpointing="full", recompute_layers=8),
 ]
@@ -188,7 +203,7 @@ def bench_train(
             measured = _measured(run, steps, case.warm_up)
         is_first = steps == 1 and not case.warm_up
         add(f"{case.name}{', first step' * is_first}", run, measured, case.kind == "dense")
-        rows[-1] |= {"warm_up": case.warm_up, "line": f"{case.model} {case.kind}"}
+        rows[-1] |= {"warm_up": case.warm_up, "line": case.line}
         if case.is_beside_plain:
             with measuring(f"training a {PLAIN} {case.name}"):
                 measured = _measured_plain(run, steps)
