@@ -13,8 +13,10 @@ from longspan.attention.context_parallel.kv_exchange import remote_rows
 from longspan.benchmarks import exchange
 from longspan.benchmarks.exchange import load_imbalance, plan_all_ranks
 from longspan.cli import main
+from tests.slow import slow
 
 
+@slow("parity")
 def test_two_processes_and_a_million_tokens(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ from longspan.training import train
 from longspan.training.step import train_step
 from tests.collectives import Collectives
 from tests.harness import Ranks
+from tests.slow import slow
 from tests.steps import CPU, open_state
 
 STEPS = 5
@@ -272,6 +273,7 @@ def test_one_process_needs_no_launcher(folder: Path, tmp_path: Path) -> None:
         torch.testing.assert_close(losses, expected, rtol=1e-5, atol=0)
 
 
+@slow("parity")
 def test_gradients_are_reduced_in_bf16_on_request() -> None:
     bf16, replicas = "layout.gradient_compression=bf16", "layout.zero=0"
     stages = [[*DEEPSPEED, f"layout.zero={stage}"] for stage in range(4)]

@@ -394,7 +394,8 @@ def test_unsupported_layouts_are_refused(options: list[str], message: str) -> No
         settings(*options)
 
 
-@pytest.mark.parametrize("mode", ["fsdp2", pytest.param("deepspeed", marks=slow("parity"))])
+@slow("parity")
+@pytest.mark.parametrize("mode", ["fsdp2", "deepspeed"])
 def test_a_mode_that_accelerate_replaces_is_refused(
     mode: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -20,6 +20,7 @@ from longspan.parallel.apply import apply_to_blocks
 from longspan.runfile import load_run
 from longspan.training import train
 from tests.harness import Ranks
+from tests.slow import slow
 from tests.steps import run_steps
 
 SMALL = [
@@ -87,7 +88,13 @@ def compare_steps(rank: int, world: int, layout: str) -> bool:
 
 
 @pytest.mark.parametrize(
-    "layout", ["layout.zero=3", "layout.tensor=2", "layout.pipeline=2", "layout.sequence=2"]
+    "layout",
+    [
+        "layout.zero=3",
+        "layout.tensor=2",
+        pytest.param("layout.pipeline=2", marks=slow("parity")),
+        pytest.param("layout.sequence=2", marks=slow("parity")),
+    ],
 )
 def test_weights_are_bitwise_equal_in_a_layout(ranks: Ranks, layout: str) -> None:
     assert ranks.run(compare_steps, 2, layout) == [True, True]

@@ -79,7 +79,6 @@ LAYOUTS = [
     (2, ["layout.tensor=2"]),
     (4, ["layout.tensor=4"]),
     (4, ["layout.tensor=2", "layout.shard=2"]),
-    (8, ["layout.tensor=2", "layout.replicate=2", "layout.shard=2"]),
     (2, ["layout.tensor=2", MEGATRON]),
     (4, ["layout.tensor=2", MEGATRON, "layout.shard=2"]),
     *[
@@ -101,6 +100,7 @@ LONGER = [
     (4, ["layout.zero=1"]),
     (4, ["layout.zero=2"]),
     (4, ["layout.tensor=2", "layout.replicate=2"]),
+    (8, ["layout.tensor=2", "layout.replicate=2", "layout.shard=2"]),
     (4, ["layout.tensor=4", MEGATRON]),
     (4, ["layout.pipeline=2", "layout.replicate=2"]),
     (4, ["layout.pipeline=2", "layout.replicate=2", "layout.schedule=zbv"]),

@@ -192,6 +192,7 @@ def steps_of_engines(rank: int, world: int, options: list[str]) -> list[Steps]:
     return [steps_of(rank, world, [*options, *engine]) for engine in engines]
 
 
+@slow("parity")
 def test_other_engines_take_the_same_steps(folder: Path) -> None:
     options = [*isolated(folder), "train.micro_batch=2"]
     found = run_in_fresh_processes(steps_of_engines, 2, options)

@@ -15,6 +15,7 @@ from longspan.runfile import load_run
 from longspan.training.out_of_memory import memory_by_class
 from longspan.training.step import train_step
 from tests.harness import Ranks
+from tests.slow import slow
 from tests.steps import CPU, open_state
 
 OPTIONS = [
@@ -72,8 +73,12 @@ def allocated_by(rank: int, world: int, options: list[str]) -> tuple[int, int, i
         (4, ["layout.pipeline=2", "layout.tensor=2", "model.tie_embeddings=false"]),
         (2, ["layout.pipeline=2", "layout.schedule=zbv", "model.linear=low_rank"]),
         (2, ["layout.sequence=2"]),
-        (4, ["layout.tensor=2", "layout.shard=2", "train.optimizer=muon"]),
-        (4, ["layout.tensor=2", "layout.shard=2", "model.lora.rank=6"]),
+        pytest.param(
+            4, ["layout.tensor=2", "layout.shard=2", "train.optimizer=muon"], marks=slow("parity")
+        ),
+        pytest.param(
+            4, ["layout.tensor=2", "layout.shard=2", "model.lora.rank=6"], marks=slow("parity")
+        ),
     ],
     ids=str,
 )

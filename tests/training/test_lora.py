@@ -21,6 +21,7 @@ from longspan.trained import load_trained
 from longspan.training import train
 from tests.harness import Ranks
 from tests.parallel.test_apply import ids, single_process_steps, steps_of
+from tests.slow import slow
 from tests.steps import assert_same_steps
 
 LORA = ["model.lora.rank=4", "model.lora.alpha=8", "train.lr=0.05"]
@@ -35,7 +36,7 @@ SMALL = [
     ("world", "layout"),
     [
         (2, ["layout.zero=3"]),
-        (2, ["layout.tensor=2"]),
+        pytest.param(2, ["layout.tensor=2"], marks=slow("parity")),
         (2, ["layout.pipeline=2", "model.lora.layers=blocks.1.*"]),
         (2, ["layout.replicate=2", "layout.shard=1"]),
         (4, ["layout.tensor=2", "layout.shard=2"]),
