@@ -93,17 +93,13 @@ def losses_of(run_dir: Path) -> torch.Tensor:
     return trained(run_dir, steps)[0][:, 0]
 
 
+@torch.backends.mkldnn.flags(enabled=False)
 def fp16_steps(rank: int, world: int, overrides: list[str]) -> tuple[Steps, list[float]]:
     """Four steps in fp16, and the loss scale after each.
 
     The first overflows because of its scale; in the third, only the last rank has an infinite
     gradient. Without oneDNN, which sums products in fp16 where a CPU has instructions for it.
     """
-    with torch.backends.mkldnn.flags(enabled=False):
-        return _fp16_steps(rank, world, overrides)
-
-
-def _fp16_steps(rank: int, world: int, overrides: list[str]) -> tuple[Steps, list[float]]:
     run = resolve(run_of(world, *overrides), CPU)  # which refuses fp16 on a CPU
     run = run.model_copy(update={"train": run.train.model_copy(update={"precision": "fp16"})})
     losses, scales = [], []

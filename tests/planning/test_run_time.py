@@ -139,16 +139,35 @@ def test_with_a_limit_all_blocks_compute_while_the_first_are_copied(micro_batch:
 
 
 def test_micro_batches_in_a_pipeline_share_the_limit_of_offload() -> None:
+    """Those between have no copies to hide, so that a third of the blocks waits a third as long."""
     full = ["train.activation_checkpointing=full", "train.offload_activations=true"]
     pipeline = [*full, "layout.shard=1", "layout.pipeline=4"]
-    rates = replace(PERFECT, host_link=1e-4)
     buffer = 2**25  # for 2 x 4096 x 768 elements of 4 bytes, 24 MiB
+    plain = predict(small_run(*pipeline[:1], *pipeline[2:], world=4), 4, H200, PERFECT)
+    copied = 12 * 16 * 4096 * 768 * 4
+    rates = replace(PERFECT, host_link=copied / (4 * plain.step_s) / H200.host_link)
     whole, limited = (
         predict(small_run(*pipeline, *limit, world=4), 4, H200, rates).parts["offload"]
         for limit in ([], [f"train.offload_limit_gib={4 * buffer / 2**30}"])
     )
-    # One of three blocks of each stage; what a step computes hides next to nothing of slow copies.
-    assert limited == pytest.approx(whole / 3, rel=0.01)
+    assert limited == pytest.approx(whole / 3)  # one of three blocks of each stage
+    assert 0 < whole < copied / (rates.host_link * H200.host_link)
+
+
+def test_compiled_blocks_wait_for_what_they_have_saved_unless_room_is_left() -> None:
+    """Each asks at once for all of it, so that of a few storages ahead nothing is hidden."""
+    plain, eager = (predict(small_run(*x), 1, H200, PERFECT) for x in ([], ["train.compile=false"]))
+    forward = plain.parts["matrix products"] / 3 + plain.parts["attention"] / 3.5
+    saved = 12 * 16 * 4096 * 2 * (10 * 768 + 4 * 2048)  # bytes in bf16
+    rates = replace(PERFECT, host_link=1.01 * saved / forward / H200.host_link)
+
+    def step(*more: str) -> float:
+        run = small_run("train.offload_activations=true", *more)
+        return predict(run, 1, H200, rates).step_s
+
+    assert step() - plain.step_s == pytest.approx(forward / 1.01)
+    assert step("train.compile=false") == pytest.approx(eager.step_s)
+    assert step("train.offload_limit_gib=2.5") == pytest.approx(plain.step_s)  # 10 of 12 blocks
 
 
 @pytest.mark.parametrize(

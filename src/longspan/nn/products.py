@@ -30,7 +30,7 @@ LEAST_TOKENS = 32_768
 WORKSPACE_BYTES = 64 << 20
 """At most; for the time of a product."""
 LEAST_VERSION = 130_000
-"""Of cuBLASLt; 13.1.0 was measured."""
+"""Of cuBLASLt; 13.1 was measured."""
 
 # Names and values of cublasLt.h.
 COMPUTE_32F, R_32F, R_16BF = 68, 0, 14

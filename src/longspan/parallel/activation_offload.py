@@ -216,41 +216,12 @@ class _Saved:
             self._host.give_back(self._buffer, self._read)
 
 
-class _Storages:
-    """Those of one forward pass, in order."""
-
-    def __init__(self, host: _Host) -> None:
-        self._host = host
-        self._all: list[weakref.ref[_Saved]] = []
-
-    def __len__(self) -> int:
-        return len(self._all)
-
-    def append(self, saved: _Saved) -> weakref.ref[_Saved]:
-        self._all.append(weakref.ref(saved))
-        if len(self) > OFFLOAD_HELD and (old := self._all[-1 - OFFLOAD_HELD]()) is not None:
-            self._host.offload(old)
-        self._host.make_room(saved.size)
-        return self._all[-1]
-
-    def bring_in_before(self, place: int) -> None:
-        """Start the way back of the last that come before `place`."""
-        room = self._host.room * min(1.0, place / len(self) + SLACK)
-        for before in reversed(range(place)):
-            saved = self._all[before]()
-            if saved is None or saved.values is not None:
-                continue
-            if place - before > AHEAD and self._host.on_device + saved.size > room:
-                break
-            saved.copy_in()
-
-
 class _View(NamedTuple):
     """A tensor that autograd has saved, and its DTensor arguments if it was one."""
 
     saved: _Saved
-    of_pass: _Storages
-    """The storages of its forward pass, and how many of them are older than this use."""
+    of_pass: _Pass
+    """Its forward pass, and how many storages that had saved before this use of it."""
     place: int
     dtype: torch.dtype
     shape: torch.Size
@@ -264,7 +235,7 @@ class _Pass:
 
     def __init__(self, host: _Host) -> None:
         self._host = host
-        self._all = _Storages(host)
+        self._all: list[weakref.ref[_Saved]] = []
         # By storage and version. The weak reference keeps the address of a storage from being
         # used for another one.
         self._known: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[_Saved]]] = {}
@@ -289,7 +260,7 @@ class _Pass:
         saved, place = self._saved(shard)
         return _View(
             saved,
-            self._all,
+            self,
             place,
             shard.dtype,
             shard.shape,
@@ -299,18 +270,33 @@ class _Pass:
         )
 
     def _saved(self, x: Tensor) -> tuple[_Saved, int]:
-        """The storage of `x`, and how many others this pass has seen before this use of it."""
+        """The storage of `x`, and how many this pass had saved before this use of it."""
+        place = len(self._all)
         storage = x.untyped_storage()
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         key = reference.cdata, x._version
         if key in self._known and (known := self._known[key][1]()) is not None:
-            return known, len(self._all)
+            return known, place
         # A view, which has the version of `x`: it is seen if that changes before it is copied.
         elements = storage.nbytes() // x.element_size()
         saved = _Saved(self._host, x.as_strided((elements,), (1,), 0).view(torch.uint8))
-        place = len(self._all)
-        self._known[key] = reference, self._all.append(saved)
+        self._all.append(weakref.ref(saved))
+        self._known[key] = reference, self._all[-1]
+        if place >= OFFLOAD_HELD and (old := self._all[place - OFFLOAD_HELD]()) is not None:
+            self._host.offload(old)
+        self._host.make_room(saved.size)
         return saved, place
+
+    def bring_in_before(self, place: int) -> None:
+        """Start the way back of the last storages that were saved before `place`."""
+        room = self._host.room * min(1.0, place / len(self._all) + SLACK)
+        for before in reversed(range(place)):
+            saved = self._all[before]()
+            if saved is None or saved.values is not None:
+                continue
+            if place - before > AHEAD and self._host.on_device + saved.size > room:
+                break
+            saved.copy_in()
 
 
 def _unpack(packed: Tensor | _View) -> Tensor:

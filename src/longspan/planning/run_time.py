@@ -268,9 +268,9 @@ def _layer(
         # Copied out during the forward pass and in during the backward pass, on their own streams.
         in_forward = forward + attention + FORWARD_TRAFFIC * traffic
         size = activation_bytes(model, train, shape.width, tokens) / shape.tensor
-        copy, share, stages = size / (device.host_link * rates.host_link), 1.0, 1
+        copy, share = size / (device.host_link * rates.host_link), 1.0
+        stages = shape.ranks["pipeline"]
         if train.offload_limit_gib is not None:  # room for a share of the blocks
-            stages = shape.ranks["pipeline"]
             in_flight = min(shape.micro_batches, stages)  # micro-batches that share the limit
             fitting = train.offload_limit_gib * 2**30 // pinned_bytes(math.ceil(size)) / in_flight
             share = min(1.0, fitting / (model.layers / stages))
