@@ -206,12 +206,15 @@ def _sum_dq(
 
 @gluon.jit
 def _consume(
-    keys, ring, exchange, dq, results, rows, begin, steps, dq_origin, scale_log2, softmax_scale,
+    shared,
     INDEX: gl.constexpr, RATIOS: gl.constexpr, SKIP_INNER: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
     HAS_DQ_GROUP: gl.constexpr,
 ):  # fmt: skip
     """The gradients of TILE keys over all steps: the work of four warps."""
+    (
+        keys, ring, exchange, dq, results, rows, begin, steps, dq_origin, scale_log2, softmax_scale,
+    ) = shared  # fmt: skip
     k_tiles, v_tiles, keys_ready = keys
     dk, dv, partial_k, partial_v, dk_strides, partial_strides = results
     batch, head, first, rho, shift, rate, partial_rate = rows
@@ -356,18 +359,17 @@ def backward(
         q, k, v, do, lse, delta, q_origin, q_column, k_origin + first, k_column, v_origin + first,
         v_column, do_origin, do_column,
     )  # fmt: skip
+    shared = (
+        keys, ring, exchange, dq, results, rows, begin, steps, dq_origin, scale_log2, softmax_scale,
+    )  # fmt: skip
     if HAS_DQ_GROUP:
         gl.warp_specialize(
             [
                 (_consume, (
-                    keys, ring, exchange, dq, results, rows, begin, steps, dq_origin, scale_log2,
-                    softmax_scale, 0, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
-                    HAS_DQ_GROUP,
+                    shared, 0, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES, True,
                 )),
                 (_consume, (
-                    keys, ring, exchange, dq, results, rows, begin, steps, dq_origin, scale_log2,
-                    softmax_scale, 1, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
-                    HAS_DQ_GROUP,
+                    shared, 1, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES, True,
                 )),
                 (_sum_dq, (
                     keys, exchange, dq, begin, steps, dq_origin, SKIP_INNER, HEAD_DIM, TILE,
@@ -381,14 +383,10 @@ def backward(
         gl.warp_specialize(
             [
                 (_consume, (
-                    keys, ring, exchange, dq, results, rows, begin, steps, dq_origin, scale_log2,
-                    softmax_scale, 0, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
-                    HAS_DQ_GROUP,
+                    shared, 0, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES, False,
                 )),
                 (_consume, (
-                    keys, ring, exchange, dq, results, rows, begin, steps, dq_origin, scale_log2,
-                    softmax_scale, 1, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
-                    HAS_DQ_GROUP,
+                    shared, 1, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES, False,
                 )),
                 (_load, (keys, ring, inputs, begin, steps, rate, TILE, STAGES)),
             ],
