@@ -13,7 +13,13 @@ import torch
 from longspan.benchmarks import engines, loss, tracking
 from longspan.benchmarks.plain_gpt import PlainGPT
 from longspan.benchmarks.step_time import load, measure
-from longspan.benchmarks.train import GPU_CASES, LONGEST_GPU_CASES, Case, _power_limit
+from longspan.benchmarks.train import (
+    GPU_CASES,
+    LONGEST_GPU_CASES,
+    Case,
+    _chart,
+    _power_limit,
+)
 from longspan.cli import main
 from longspan.config import Run
 from longspan.planning.memory import memory_per_rank
@@ -167,6 +173,19 @@ def test_the_longest_contexts_take_one_step_each() -> None:
     assert found["steps"] == 1
     titles = set(re.findall(r">(built-in [^<]*)<", Path("a.svg").read_text()))
     assert titles == {"built-in dense", "built-in dilated"}
+
+
+@pytest.mark.parametrize("cases", [GPU_CASES, LONGEST_GPU_CASES], ids=["usual", "longest"])
+def test_all_cases_of_a_gpu_are_in_one_figure(cases: list[Case]) -> None:
+    rows, places = list[dict[str, Any]](), set[tuple[str, int]]()
+    for speed, case in enumerate(cases, start=1):
+        kinds = [case.kind, "plain GPT"] if case.is_beside_plain else [case.kind]
+        for line in (f"{case.model} {kind}" for kind in kinds):
+            rows.append({"line": line, "context": case.context, "tokens_per_s": 1000.0 * speed})
+            places.add((line, case.context))
+    picture = _chart(rows, "one GPU")
+    assert picture.count("<circle") == len(places)
+    assert all(f">{line}<" in picture for line, _ in places)
 
 
 @pytest.mark.parametrize("case", [*GPU_CASES, *LONGEST_GPU_CASES], ids=lambda case: case.name)

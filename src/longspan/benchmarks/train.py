@@ -67,16 +67,8 @@ class Case:
         length = str(size)
         if size >= 1 << 10:
             length = f"{size / 2**20:g}M" if size >= 1 << 20 else f"{size >> 10}K"
-        return f"{self.model} {length} {self._kind}{' in chunks' * bool(self.chunk)}"
-
-    @property
-    def line(self) -> str:
-        """In the figure: cases of other contexts."""
-        return f"{self.model} {self._kind}"
-
-    @property
-    def _kind(self) -> str:
-        return f"{self.kind}{' offloaded' * bool(self.offload_gib)}"
+        how = " in chunks" * bool(self.chunk) + " offloaded" * bool(self.offload_gib)
+        return f"{self.model} {length} {self.kind}{how}"
 
     def run(self, device: str, more: Sequence[str]) -> Run:
         options = [
@@ -203,7 +195,7 @@ def bench_train(
             measured = _measured(run, steps, case.warm_up)
         is_first = steps == 1 and not case.warm_up
         add(f"{case.name}{', first step' * is_first}", run, measured, case.kind == "dense")
-        rows[-1] |= {"warm_up": case.warm_up, "line": case.line}
+        rows[-1] |= {"warm_up": case.warm_up, "line": f"{case.model} {case.kind}"}
         if case.is_beside_plain:
             with measuring(f"training a {PLAIN} {case.name}"):
                 measured = _measured_plain(run, steps)
@@ -295,10 +287,13 @@ def _power_limit(rows: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _chart(rows: Sequence[dict[str, Any]], where: str) -> str:
-    """Tokens/s over the context, a line for each model, ours and the plain one."""
-    lines: dict[str, list[tuple[float, float]]] = {}
+    """Tokens/s over the context, a line for each model, ours and the plain one; of runs that differ
+    otherwise the fastest.
+    """
+    fastest: dict[str, dict[float, float]] = {}
     for row in rows:
         if "tokens_per_s" in row:
-            point = row["context"], row["tokens_per_s"]
-            lines.setdefault(row["line"], []).append(point)
+            line, context = fastest.setdefault(row["line"], {}), row["context"]
+            line[context] = max(row["tokens_per_s"], line.get(context, 0.0))
+    lines = {name: list(line.items()) for name, line in fastest.items()}
     return charts_svg({"tokens/s of training": lines}, where)
