@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from longspan.nn.activations import ACTIVATIONS
 from longspan.nn.norm import RMSNorm
 from longspan.nn.precision import autocast_dtype
+from longspan.nn.residual import linear_onto
 from longspan.nn.tiled_mlp import tiled_mlp
 
 MakeLinear = Callable[[str, int, int], nn.Module]
@@ -40,11 +41,13 @@ class GatedMLP(nn.Module):
         layers that are not split over ranks.
         """
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        """The output, (..., hidden) as x, plus `residual` if there is one."""
         if 0 < self.tile_tokens < x.numel() // x.shape[-1]:
-            return self._forward_in_tiles(x)
-        out: Tensor = self.down(self.norm(self.activation(self.gate(x)) * self.up(x)))
-        return out
+            out = self._forward_in_tiles(x)
+            return out if residual is None else residual + out
+        hidden = self.norm(self.activation(self.gate(x)) * self.up(x))
+        return linear_onto(residual, self.down, hidden)
 
     def _forward_in_tiles(self, x: Tensor) -> Tensor:
         dtype, norm = autocast_dtype(x) or x.dtype, self.norm

@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import warnings
 import weakref
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from functools import cache, lru_cache
 from pathlib import Path
@@ -81,31 +81,49 @@ class _RefusedError(Exception):
 
 _refused: set[int] = set()
 """Devices on which a product failed: the next ones are left to cuBLAS."""
+_are_chosen = False
 
 
-def chosen_products(train: Train, device: torch.device) -> AbstractContextManager[None]:
+@contextmanager
+def chosen_products(train: Train, device: torch.device) -> Iterator[None]:
     """A context in which compiled blocks multiply by `product`, where that is for this device."""
+    global _are_chosen
     is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
     serves = is_hopper and torch.version.hip is None and train.compile and train.precision == "bf16"
-    return compiled_product(product) if serves else nullcontext()
+    if not serves:
+        yield
+        return
+    with compiled_product(product):
+        _are_chosen = True
+        try:
+            yield
+        finally:
+            _are_chosen = False
 
 
-def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
-    """out = a · b for a (rows, inner) and b (inner, columns)."""
+def are_chosen() -> bool:
+    """Whether `chosen_products` is in effect."""
+    return _are_chosen
+
+
+def product(a: Tensor, b: Tensor, *, out: Tensor, addend: Tensor | None = None) -> Tensor:
+    """out = a · b for a (rows, inner) and b (inner, columns), plus `addend` if there is one."""
     device = a.device.index
     plan = None
-    if _is_served(a, b, out) and device not in _refused:
+    if _is_served(a, b, out, out if addend is None else addend) and device not in _refused:
         plan = _plan(*a.shape, b.shape[1], a.stride(), b.stride(), device)
     if plan is None:
-        return torch.mm(a, b, out=out)
+        return _by_cublas(a, b, out, addend)
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=a.device)
     stream = torch.cuda.current_stream(a.device).cuda_stream
-    one, zero, result = c_float(1), c_float(0), c_void_p(out.data_ptr())
+    result = c_void_p(out.data_ptr())
+    added = result if addend is None else c_void_p(addend.data_ptr())
+    one, factor = c_float(1), c_float(addend is not None)
     of_b, of_a, of_result = (layout.pointer for layout in plan.layouts)
     # Column-major: the transposed result is the product of the transposed operands.
     status = _library().cublasLtMatmul(
         _handle(device), plan.operation, byref(one), c_void_p(b.data_ptr()), of_b,
-        c_void_p(a.data_ptr()), of_a, byref(zero), result, of_result, result, of_result,
+        c_void_p(a.data_ptr()), of_a, byref(factor), added, of_result, result, of_result,
         byref(plan.algorithm), c_void_p(workspace.data_ptr()), c_size_t(plan.workspace),
         c_void_p(stream),
     )  # fmt: skip
@@ -116,29 +134,40 @@ def product(a: Tensor, b: Tensor, *, out: Tensor) -> Tensor:
             "are left to cuBLAS",
             stacklevel=1,
         )
-        return torch.mm(a, b, out=out)
+        return _by_cublas(a, b, out, addend)
     return out
 
 
-def _is_served(a: Tensor, b: Tensor, out: Tensor) -> bool:
+def _by_cublas(a: Tensor, b: Tensor, out: Tensor, addend: Tensor | None) -> Tensor:
+    if addend is None:
+        return torch.mm(a, b, out=out)
+    return torch.addmm(addend, a, b, out=out)
+
+
+def _is_served(a: Tensor, b: Tensor, *others: Tensor) -> bool:
+    """`others`: the result and what is added to it."""
     return (
         a.is_cuda
-        and a.dtype == b.dtype == out.dtype == torch.bfloat16
+        and all(x.dtype == torch.bfloat16 for x in (a, b, *others))
         and a.dim() == b.dim() == 2
-        and _is_measured(a, b)
-        and out.shape == (a.shape[0], b.shape[1])
+        and is_measured(*_size(a, b))
+        and all(x.shape == (a.shape[0], b.shape[1]) for x in others)
         and all(_is_matrix(x) for x in (a, b))
-        and out.is_contiguous()
-        and not any(x.data_ptr() % ALIGNMENT for x in (a, b, out))
+        and all(x.is_contiguous() for x in others)
+        and not any(x.data_ptr() % ALIGNMENT for x in (a, b, *others))
         and not torch.are_deterministic_algorithms_enabled()
     )
 
 
-def _is_measured(a: Tensor, b: Tensor) -> bool:
-    """Whether the sizes are those of a layer; a weight gradient sums over tokens."""
+def is_measured(tokens: int, *features: int) -> bool:
+    """Whether products of a layer of such a size were measured."""
+    return tokens >= LEAST_TOKENS and all(width in FEATURES for width in features)
+
+
+def _size(a: Tensor, b: Tensor) -> tuple[int, int, int]:
+    """Tokens and both widths of the layer; the gradient of its weight sums over tokens."""
     (rows, inner), columns = a.shape, b.shape[1]
-    tokens, features = (rows, inner) if a.stride(1) == 1 else (inner, rows)
-    return tokens >= LEAST_TOKENS and features in FEATURES and columns in FEATURES
+    return (rows, inner, columns) if a.stride(1) == 1 else (inner, rows, columns)
 
 
 def _is_matrix(x: Tensor) -> bool:

@@ -32,6 +32,7 @@ PRODUCTS = {
     torch.ops.aten.addmm.default,
     torch.ops.aten.bmm.default,
     FP8_PRODUCT,
+    torch.ops.longspan.product_onto.default,
     torch.ops.longspan.tiled_mlp.default,  # of its products only the last one's output exists
 }
 ATTENTION = {torch.ops.longspan.branch_attention.default, *ATTENTION_FORWARDS}
