@@ -12,11 +12,14 @@ from longspan.torch_internals import compiled_product
 
 
 def test_the_choice_is_among_the_tiles_that_were_measured() -> None:
-    assert choice([TILE_256x128, 23, TILE_128x160], is_weight_gradient=False) == 2
-    assert choice([TILE_128x160, TILE_168x128], is_weight_gradient=False) == 1
-    assert choice([23, TILE_256x128, TILE_128x160], is_weight_gradient=True) == 1
-    assert choice([23, 31, TILE_256x128], is_weight_gradient=True) is None
-    assert choice([TILE_256x128, 23], is_weight_gradient=False) is None
+    offered = [23, TILE_256x128, TILE_128x160, TILE_168x128]
+    for is_weight_gradient in (False, True):
+        assert choice(offered, 1024, is_weight_gradient=is_weight_gradient) == 1
+        assert choice([23, TILE_128x160], 2048, is_weight_gradient=is_weight_gradient) is None
+    assert choice(offered, 768, is_weight_gradient=False) == 3
+    assert choice(offered[:3], 768, is_weight_gradient=False) == 2
+    assert choice(offered[:2], 768, is_weight_gradient=False) is None
+    assert choice(offered, 768, is_weight_gradient=True) is None
 
 
 def test_compiled_code_calls_it_within_the_context_alone() -> None:

@@ -25,6 +25,8 @@ from longspan.torch_internals import compiled_product
 
 FEATURES = range(768, 5505)
 """Widths of layers that were measured; others are left to cuBLAS."""
+LEAST_WIDE = 1024
+"""Of these widths the narrower layers are better served by other tiles."""
 LEAST_TOKENS = 32_768
 """65,536 were measured; half as many still fill the multiprocessors many times."""
 WORKSPACE_BYTES = 64 << 20
@@ -197,20 +199,23 @@ def _plan(
         tiles = [_tile(offer.algorithm) if offer.state == 0 else 0 for offer in offers]
     except _RefusedError:
         return None
-    if (index := choice(tiles, is_weight_gradient=turns_a)) is None:
+    width = min(rows if turns_a else inner, columns)
+    if (index := choice(tiles, width, is_weight_gradient=turns_a)) is None:
         return None
     return _Plan(operation, layouts, offers[index].algorithm, offers[index].workspace)
 
 
-def choice(tiles: Sequence[int], *, is_weight_gradient: bool) -> int | None:
+def choice(tiles: Sequence[int], width: int, *, is_weight_gradient: bool) -> int | None:
     """Which of the algorithms to take that cuBLASLt offers, those first that it deems fastest.
 
-    Among those with the tiles that took least time in a row of products.
+    Among those with the tiles that took least time in steps; None leaves the product to cuBLAS.
+    `width`: the smaller one of the layer.
     """
-    if is_weight_gradient:
-        return next((i for i, tile in enumerate(tiles[:2]) if tile == TILE_256x128), None)
-    wanted = (tile for tile in (TILE_168x128, TILE_128x160) if tile in tiles)
-    return next((tiles.index(tile) for tile in wanted), None)
+    if width >= LEAST_WIDE:
+        wanted = [TILE_256x128]
+    else:
+        wanted = [] if is_weight_gradient else [TILE_168x128, TILE_128x160]
+    return next((tiles.index(tile) for tile in wanted if tile in tiles), None)
 
 
 @cache
