@@ -111,9 +111,8 @@ GPU_CASES = [
     _gpu_case("125m", 64, 1, "dilated", is_beside_plain=True),
     _gpu_case("125m", 1024, 1, "dilated", checkpointing="full", recompute_layers=8),
     _gpu_case("350m", 8, 8, "dilated", is_beside_plain=True),
-    # Without it six layers must be recomputed.
+    # Without a residual stream in bf16 six layers must be recomputed.
     _gpu_case("350m", 256, 1, "dilated", BF16_STREAM, checkpointing="full", recompute_layers=3),
-    _gpu_case("350m", 256, 1, "dilated", BF16_STREAM, checkpointing="selective", offload_gib=16),
     _gpu_case("1.3b", 8, 4, "dilated", is_beside_plain=True),
     _gpu_case("1.3b", 128, 1, "dilated", checkpointing="full", recompute_layers=8),
 ]

@@ -59,6 +59,10 @@ class RunRates(MatmulRates):
     """Bytes per parameter and micro-batch: the 16-bit copy, and the sum of its gradients."""
     optimizer_traffic: float = 40.0
     """Bytes per parameter and step: AdamW, the gradient norm and clipping."""
+    optimizer_8bit: float = 2.4
+    """How long that takes with moments in 8 bits, in units of it."""
+    rounded_8bit: float = 2.0
+    """The same with parameters in bf16 too."""
     host_s: float = 1e-3
     """Seconds of the host to launch a compiled block, forward and backward."""
     eager_host: float = 4.0
@@ -83,6 +87,9 @@ class RunRates(MatmulRates):
     """Of the compute behind which collectives can hide that need not be waited for."""
     host_link: float = 0.8
     """Of the rate of the link to the host's memory."""
+    offload_waits: float = 0.23
+    """The share of their time, each way, that compute waits for copies of activations which have
+    the time of the whole pass."""
     host_optimizer: float = 1.2e10
     """Bytes/s of the optimizer on the CPU, per device, of which each has 16 cores."""
 

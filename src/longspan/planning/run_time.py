@@ -52,10 +52,6 @@ ATTENTION_BACKWARD = 2.5
 """FLOPs of the backward pass of attention, in units of the forward pass."""
 RECOMPUTE_HOST = {"none": 0.0, "selective": 0.35, "full": 0.35}
 """What the host launches again, of the launches of a block."""
-EIGHT_BIT_TRAFFIC, ROUNDED_TRAFFIC = 7.7, 12.7
-"""How long a step of AdamW takes with moments in 8 bits, and with parameters in bf16 too, in units
-of AdamW's. One run of 1.3b each on an H200 with torchao's step, most of it the host's; that of
-`engines/eight_bit.py` was not measured there. On CPU cores it is about as much."""
 
 
 @dataclass(frozen=True)
@@ -279,7 +275,8 @@ def _layer(
             in_backward = 0.0  # a compiled block asks at once for all that it has saved
         # The first blocks' copies have the time of all, unless other micro-batches come between.
         many, each = (1.0, copy * share) if stages == 1 else (share, copy)
-        waits = max(0.0, each - in_forward) + max(0.0, each - in_backward)
+        least = rates.offload_waits * each if share < 1 else 0.0
+        waits = max(least, each - in_forward) + max(least, each - in_backward)
         found["offload"] = many * waits
     return found
 
@@ -378,7 +375,7 @@ def _step_end(run: Run, shape: _Shape, device: Device, rates: RunRates) -> tuple
     moved = rates.optimizer_traffic * parameters
     if run.train.optimizer == "adamw8bit":
         is_rounded = run.train.parameter_precision == "bf16"
-        moved *= ROUNDED_TRAFFIC if is_rounded else EIGHT_BIT_TRAFFIC
+        moved *= rates.rounded_8bit if is_rounded else rates.optimizer_8bit
     if not run.layout.offload:
         flops = muon_flops(run.model) if run.train.optimizer == "muon" else 0.0
         iterations = flops / (shape.ranks["pipeline"] * shape.peak * rates.matmul)
