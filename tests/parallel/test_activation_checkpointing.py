@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from longspan.config import Run
 from longspan.models import build_decoder
+from longspan.nn import products, residual
 from longspan.parallel import activation_offload, apply
 from longspan.parallel.apply import apply_to_blocks
 from longspan.runfile import load_run
@@ -205,3 +206,39 @@ def test_the_compiler_saves_what_selective_says() -> None:
     widths = 4 * run.model.hidden + 2 * run.model.ffn
     assert selective - full >= 4 * 256 * widths * run.model.layers
     assert selective < none
+
+
+@pytest.mark.usefixtures("no_generated_code")
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective", 0), ("full", 1)])
+def test_products_that_add_the_residual_stream_are_recomputed_as_others(
+    mode: str, again: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With "full" that of attention, which the MLP needs, and not that of the MLP."""
+    monkeypatch.setattr(products, "_are_chosen", True)
+    monkeypatch.setattr(products, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(products, "FEATURES", range(8, 256))
+    calls = []
+
+    def spy(a: Tensor, b: Tensor, *, out: Tensor, addend: Tensor) -> Tensor:
+        calls.append(tuple(b.shape))
+        return torch.addmm(addend, a, b, out=out)
+
+    monkeypatch.setattr(residual, "product", spy)
+    rounded = ["train.precision=bf16", "train.residual_precision=bf16", "train.compile=true"]
+    run = run_of(*rounded, "model.layers=1", f"train.activation_checkpointing={mode}")
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = build_decoder(run, torch.device("cpu"))
+        apply_to_blocks(model, run.train.model_copy(update={"compile": is_compiled}))
+        tokens = torch.randint(256, (1, 64))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens, tokens)
+        forward = len(calls)
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters())])
+    hidden, ffn = run.model.hidden, run.model.ffn
+    assert calls == [(hidden, hidden), (ffn, hidden), *[(hidden, hidden)] * again]
+    assert forward == 2
+    for eager, compiled in zip(*found, strict=True):
+        assert (eager - compiled).norm() <= 0.02 * eager.norm()
