@@ -31,8 +31,8 @@ LEAST_TOKENS = 32_768
 """65,536 were measured; half as many still fill the multiprocessors many times."""
 WORKSPACE_BYTES = 64 << 20
 """At most; for the time of a product."""
-LEAST_VERSION = 130_000
-"""Of cuBLASLt; 13.1 was measured."""
+LEAST_VERSION, LEAST_CUDA = 130_000, 13
+"""Of cuBLASLt, of which 13.1 was measured, and of the CUDA that comes with it."""
 
 # Names and values of cublasLt.h.
 COMPUTE_32F, R_32F, R_16BF = 68, 0, 14
@@ -88,19 +88,28 @@ _are_chosen = False
 
 @contextmanager
 def chosen_products(train: Train, device: torch.device) -> Iterator[None]:
-    """A context in which compiled blocks multiply by `product`, where that is for this device."""
+    """A context in which compiled blocks multiply by `product`, where that is for this device.
+
+    There `linear_onto` has such products add the residual stream, which is rounded once then.
+    """
     global _are_chosen
-    is_hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-    serves = is_hopper and torch.version.hip is None and train.compile and train.precision == "bf16"
-    if not serves:
+    if not (_serves(device) and train.compile and train.precision == "bf16"):
         yield
         return
+    before = _are_chosen
     with compiled_product(product):
         _are_chosen = True
         try:
             yield
         finally:
-            _are_chosen = False
+            _are_chosen = before
+
+
+def _serves(device: torch.device) -> bool:
+    if device.type != "cuda" or torch.version.cuda is None:
+        return False
+    has_library = int(torch.version.cuda.partition(".")[0]) >= LEAST_CUDA
+    return has_library and torch.cuda.get_device_capability(device) == (9, 0)
 
 
 def are_chosen() -> bool:

@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from longspan.nn.precision import autocast_dtype
 from longspan.nn.products import are_chosen, is_measured, product
+from longspan.torch_internals import has_forward_hooks
 
 
 def linear_onto(residual: Tensor | None, layer: nn.Module, x: Tensor) -> Tensor:
@@ -31,9 +32,12 @@ def _adds(layer: nn.Module, x: Tensor, residual: Tensor) -> bool:
     return (
         torch.compiler.is_compiling()
         and are_chosen()
+        and not torch.are_deterministic_algorithms_enabled()
         and type(layer) is nn.Linear
+        and not has_forward_hooks(layer)
         and layer.bias is None
         and not isinstance(layer.weight, DTensor)
+        and residual.shape[:-1] == x.shape[:-1]
         and residual.dtype == autocast_dtype(x) == torch.bfloat16
         and is_measured(x.numel() // x.shape[-1], *layer.weight.shape)
     )
