@@ -166,7 +166,7 @@ def test_the_product_adds_on_a_gpu() -> None:
         found = residual.product_onto(onto, x, weight)
         rows = torch.arange(0, tokens, 61, device="cuda")
         exact = onto[rows].double() + x[rows].double() @ weight.double().T
-        assert (found[rows] - exact).norm() <= 0.02 * exact.norm()
+        assert (found[rows] - exact).norm() <= 2**-4 * exact.norm()  # of what rounding has left
         assert torch.equal(onto, before)
         plan = products._plan(*x.shape, 1024, x.stride(), weight.T.stride(), 0)
         assert tokens < products.LEAST_TOKENS or plan is not None

@@ -284,13 +284,10 @@ def _power_limit(rows: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _chart(rows: Sequence[dict[str, Any]], where: str) -> str:
-    """Tokens/s over the context, a line for each model, ours and the plain one; of runs that differ
-    otherwise the fastest.
-    """
-    fastest: dict[str, dict[float, float]] = {}
+    """Tokens/s over the context, a line for each model, ours and the plain one."""
+    lines: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if "tokens_per_s" in row:
-            line, context = fastest.setdefault(row["line"], {}), row["context"]
-            line[context] = max(row["tokens_per_s"], line.get(context, 0.0))
-    lines = {name: list(line.items()) for name, line in fastest.items()}
+            point = row["context"], row["tokens_per_s"]
+            lines.setdefault(row["line"], []).append(point)
     return charts_svg({"tokens/s of training": lines}, where)

@@ -26,13 +26,13 @@ from longspan.torch_internals import compiled_product
 FEATURES = range(768, 5505)
 """Widths of layers that were measured; others are left to cuBLAS."""
 LEAST_WIDE = 1024
-"""Of these widths the narrower layers are better served by other tiles."""
+"""Narrower layers take other tiles."""
 LEAST_TOKENS = 32_768
 """65,536 were measured; half as many still fill the multiprocessors many times."""
 WORKSPACE_BYTES = 64 << 20
 """At most; for the time of a product."""
-LEAST_VERSION, LEAST_CUDA = 130_000, 13
-"""Of cuBLASLt, of which 13.1 was measured, and of the CUDA that comes with it."""
+LEAST_CUDA = 13
+"""With its cuBLASLt, of which 13.1 was measured."""
 
 # Names and values of cublasLt.h.
 COMPUTE_32F, R_32F, R_16BF = 68, 0, 14
@@ -270,16 +270,14 @@ def _tile(algorithm: _Algorithm) -> int:
 
 @cache
 def _library() -> Any:
-    """cuBLASLt as this process has loaded it; None if there is none that was measured."""
+    """cuBLASLt as this process has loaded it; None if it has not."""
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     for path in {line.split(maxsplit=5)[-1] for line in lines if "libcublasLt.so" in line}:
         try:
-            library = ctypes.CDLL(path)
+            return ctypes.CDLL(path)
         except OSError:  # removed since it was loaded
             continue
-        library.cublasLtGetVersion.restype = c_size_t
-        return library if library.cublasLtGetVersion() >= LEAST_VERSION else None
     return None
 
 

@@ -275,7 +275,7 @@ def _layer(
             in_backward = 0.0  # a compiled block asks at once for all that it has saved
         # The first blocks' copies have the time of all, unless other micro-batches come between.
         many, each = (1.0, copy * share) if stages == 1 else (share, copy)
-        least = rates.offload_waits * each if share < 1 else 0.0
+        least = rates.offload_waits * each if share < 1 and stages == 1 else 0.0
         waits = max(least, each - in_forward) + max(least, each - in_backward)
         found["offload"] = many * waits
     return found
