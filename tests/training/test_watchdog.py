@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from threading import Event
@@ -103,6 +104,7 @@ def ended(monkeypatch: pytest.MonkeyPatch) -> Event:
             sys.exit()  # the thread
 
     monkeypatch.setattr(watchdog, "os", System())
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)  # no word of SystemExit
     return found
 
 
@@ -123,7 +125,7 @@ def test_each_phase_has_a_limit_of_its_own(
     tmp_path: Path,
     clock: Clock,
     ended: Event,
-    capsys: pytest.CaptureFixture[str],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     limits = {name: 0.2 if (name == key) == is_over else 600.0 for name in PHASES}
     with Watchdog(tmp_path, World(), Train.model_validate(limits), 0):
@@ -134,11 +136,12 @@ def test_each_phase_has_a_limit_of_its_own(
             fault_point("saving")  # as the loop does that waits for a file system that hangs
         assert ended.wait(60 if is_over else 0.5) == is_over
     message = f"no progress on rank 0 for 0.2 s (train.{key}); furthest behind is rank 0 at"
-    assert (message in capsys.readouterr().err) == is_over
+    shown = capfd.readouterr().err
+    assert (message in shown) == ("Thread 0x" in shown) == is_over
 
 
 def test_a_start_that_hangs_is_ended_unless_it_reaches_points(
-    clock: Clock, ended: Event, capsys: pytest.CaptureFixture[str]
+    clock: Clock, ended: Event, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with start_limit(0.1) as started:
         for _ in range(6):
@@ -149,4 +152,6 @@ def test_a_start_that_hangs_is_ended_unless_it_reaches_points(
     with start_limit(0.1):
         clock.now += 0.2
         assert ended.wait(60)
-    assert "no progress at the start for 0.1 s (train.start_timeout_s)" in capsys.readouterr().err
+    shown = capfd.readouterr().err
+    assert "no progress at the start for 0.1 s (train.start_timeout_s)" in shown
+    assert "Thread 0x" in shown
