@@ -16,7 +16,11 @@ import math
 from dataclasses import dataclass
 
 from longspan.attention import BlockSparse, Dense, Dilated, Heads, patterns_of
-from longspan.attention.kernels.schedule import schedule_branches
+from longspan.attention.kernels.schedule import (
+    GLUON_RATIOS,
+    TRITON_RATIOS,
+    schedule_branches,
+)
 from longspan.config import Run
 from longspan.constants import (
     CUDNN_PAIRS,
@@ -262,8 +266,8 @@ class Activations:
             return min(SCRATCH_BYTES, train.micro_batch * self.width * pairs)
         if not isinstance(pattern, Dilated):
             return 0
-        max_ratio = None if self.width < FP32 else 32
-        schedule = schedule_branches(pattern.branches, blocks is not None, max_ratio)
+        max_ratios = GLUON_RATIOS if self.width < FP32 else TRITON_RATIOS
+        schedule = schedule_branches(pattern.branches, blocks is not None, max_ratios)
         per_token = FP32 * vector / schedule.partial_rate
         reach = math.lcm(schedule.reach, 4)
         slab = min(tokens, reach * max(1, int(PARTIAL_BYTES / max(1, per_token * reach))))

@@ -6,10 +6,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from longspan.attention import BlockSparse, Dense, Dilated, Heads, Pattern, Shards, Window
-from longspan.attention.context_parallel.chunk_plan import kept_rows, open_rows
+from longspan.attention import (
+    BlockSparse,
+    Dense,
+    Dilated,
+    Heads,
+    Pattern,
+    Shards,
+    Window,
+    attend,
+    attend_oracle,
+)
+from longspan.attention.context_parallel.chunk_plan import kept_rows, open_rows, plan_chunk
 from longspan.attention.context_parallel.chunks import ChunkAttention, Walk
-from longspan.attention.oracle import attend_oracle
+from longspan.attention.context_parallel.sparse_kv import split_dilated
 from longspan.attention.packed import Packed
 from longspan.parallel.chunks import chunk_boundaries
 from tests.attention.context_parallel.test_sharded import PATTERNS
@@ -30,7 +40,7 @@ def walk_in_chunks(
     walk, shards, outputs = Walk(), Shards(boundaries), dict[int, Tensor]()
     walk.begin(shards, starts)
 
-    def attend(chunk: int, *, keeps: bool) -> Tensor:
+    def attend_chunk(chunk: int, *, keeps: bool) -> Tensor:
         walk.enter(chunk, keeps=keeps)
         local = shards.local_range(chunk)
         inputs = (x[:, local.start : local.stop] for x in qkv)
@@ -39,10 +49,10 @@ def walk_in_chunks(
     inputs = [*qkv, *([] if sinks is None else [sinks])]
     with torch.no_grad():
         for chunk in range(shards.ranks - 1):
-            outputs[chunk] = attend(chunk, keeps=True)
+            outputs[chunk] = attend_chunk(chunk, keeps=True)
     sums = [torch.zeros_like(x) for x in inputs]
     for chunk in reversed(range(shards.ranks)):
-        out, local = attend(chunk, keeps=False), shards.local_range(chunk)
+        out, local = attend_chunk(chunk, keeps=False), shards.local_range(chunk)
         if chunk in outputs:
             assert torch.equal(out, outputs[chunk])
         outputs[chunk] = out.detach()
@@ -71,6 +81,55 @@ def test_chunks_equal_the_oracle(
     found = walk_in_chunks(qkv, grad, pattern, boundaries, starts, sinks)
     for a, b in zip(found, (expected.detach(), *gradients), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+def doubling(shortest: int, tokens: int) -> Dilated:
+    """Segments that double from `shortest` until one has all tokens, with as many rows each."""
+    rates = [1 << i for i in range((tokens // shortest).bit_length())]
+    return Dilated(tuple(shortest * r for r in rates), tuple(rates))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "heads", "head_dim"),
+    [(8 << 20, 131072, 12, 64), (4 << 20, 32768, 16, 128)],
+)
+def test_all_chunks_have_kernels_for_whole_segments(
+    tokens: int, chunk: int, heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of branches that begin before a chunk or reach beyond it, with few rows in it."""
+    call = pytest.importorskip("longspan.attention.kernels.call")
+    monkeypatch.setattr(call, "has_kernels", lambda *_: True)
+    pattern, cpu = doubling(2048, tokens), torch.device("cpu")
+    shards, of_heads = Shards((*range(0, tokens, chunk), tokens)), Heads(heads, heads)
+    patterns = [pattern]  # the first chunk is attended as if it were a sequence
+    for number in (1, 2, 3, 4, 8, 16, shards.ranks // 2, shards.ranks - 1):
+        plan = plan_chunk(pattern, shards, number, of_heads, cpu, cpu)
+        split = split_dilated(pattern, shards.local_range(number), of_heads, plan, cpu)
+        assert split is not None
+        patterns.append(split.local)
+    for local in patterns:
+        inputs = 1, chunk, heads, 1, head_dim, torch.bfloat16, cpu, local
+        kernels = call.Call(*inputs, True, False, False, 0.1).whole_segments
+        assert kernels is not None
+        longest = [branch.segment * branch.rate for branch in kernels.schedule.branches]
+        assert max(longest) <= chunk
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_chunks_on_a_gpu_equal_the_whole(head_dim: int) -> None:
+    torch.manual_seed(0)
+    tokens, chunk, pattern = 32768, 4096, doubling(256, 32768)
+    q, k, v, grad = (
+        torch.randn(1, tokens, 3, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    )
+    qkv = tuple(x.requires_grad_() for x in (q, k, v))
+    whole = attend(q, k, v, pattern)
+    expected = whole.detach(), *torch.autograd.grad(whole, qkv, grad)
+    boundaries = (*range(0, tokens, chunk), tokens)
+    found = walk_in_chunks(qkv, grad, pattern, boundaries, (), None)
+    for a, b in zip(found, expected, strict=True):
+        assert (a - b).float().norm() <= 4e-3 * b.float().norm()
 
 
 @pytest.mark.parametrize("pattern", [Window(300, sinks=4), BlockSparse(64, local_window=256)])

@@ -90,6 +90,8 @@ def compile_branch(kernel: str, **changes: Any) -> None:
         "TILE_N": keys,
         **changes,
     }
+    if kernel != "forward":
+        constants["PARTIAL_RATIO"] = 2
     rows, names = (queries, ("q", "do")) if kernel == "backward_dkdv" else (keys, ("k", "v"))
     descriptors = dict.fromkeys(names, f"tensordesc<bf16[1,{rows},1,1,64]>")
     compile_kernel(getattr(branch, kernel), constants, descriptors, 3)
@@ -143,7 +145,7 @@ def compile_whole_segments(head_dim: int, **changes: Any) -> None:
     inputs = dict.fromkeys(("q", "k", "v", "do"), f"tensordesc<bf16{block},{layout}>")
     inputs["dq"] = f"tensordesc<fp32{block},{layout_of(block, 4)}>"
     compile_kernel(hopper_forward.forward, constants, inputs, 1, GluonASTSource)
-    constants["STAGES"] = 2
+    constants |= {"STAGES": 2, "PARTIAL_RATIO": 2}
     compile_kernel(hopper_backward.backward, constants, inputs, 1, GluonASTSource)
 
 
@@ -168,6 +170,8 @@ if __name__ == "__main__":
     if is_all:
         compile_whole_segments(64, SKIP_INNER=True, FIRST=True, LAST=False, RATIOS=())
         compile_whole_segments(64, RATIOS=(32, 128, 256))
+        compile_whole_segments(64, FIRST=True, RATIOS=(2, 4, 8, 16))
+        compile_whole_segments(64, SKIP_INNER=True, LAST=False, RATIOS=())
     for has_mask in (True, False) if is_all else (True,):
         compile_decode(has_mask)
     compile_block_sparse(

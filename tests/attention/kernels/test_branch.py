@@ -28,7 +28,11 @@ from longspan.attention import (
     choose_backend,
 )
 from longspan.attention.custom_op import branch_attention, flatten
-from longspan.attention.kernels.schedule import schedule_branches
+from longspan.attention.kernels.schedule import (
+    GLUON_RATIOS,
+    TRITON_RATIOS,
+    schedule_branches,
+)
 from tests.attention.test_functional import dilated_patterns, output_and_gradients, random_qkv
 
 dispatch = pytest.importorskip("longspan.attention.kernels.dispatch")
@@ -66,6 +70,9 @@ CASES: list[tuple[Pattern, int, int, int, int, bool, bool]] = [
     (Dilated((32, 128), (1, 4)), 90, 3, 1, 24, False, True),
     (Dilated((32, 128), (1, 4)), 128, 2, 2, 16, False, False),
     (Dilated((32, 32), (1, 1)), 40, 2, 2, 16, True, False),  # the same branch twice counts twice
+    (Dilated((32, 32, 64, 64), (1, 2, 4, 8)), 80, 3, 3, 16, True, False),  # two without own pairs
+    (Dilated((64, 128, 128), (1, 64, 128)), 150, 2, 2, 16, True, False),  # two chains
+    (Dilated((64, 64), (1, 64)), 130, 1, 1, 16, False, False),
     (Dilated((12, 30), (3, 2)), 77, 3, 3, 16, True, True),  # not nested
     (Dilated((64,), (4,)), 100, 3, 3, 8, True, False),  # rows that no branch keeps
     (BlockSparse(32, local_window=64, stride=3), 136, 2, 1, 16, True, False),
@@ -293,20 +300,61 @@ def test_the_kernels_compile_for_a_gpu() -> None:
     assert found.returncode == 0, found.stderr[-3000:]
 
 
-def test_nested_branches_visit_each_pair_once() -> None:
-    """The visited pairs, counted from the schedule, are the distinct pairs of the pattern."""
-    for segments, rates in [((32, 64, 128), (1, 2, 4)), ((16, 64), (2, 8)), ((8, 8), (1, 1))]:
-        pattern, position = Dilated(segments, rates), torch.arange(256)
-        distinct = int((pattern.counts(position, position, 0) > 0).sum())
-        visited = 0
-        for branch in schedule_branches(pattern.branches, False).branches:
-            rows = 256 // branch.rate
-            visited += rows * (branch.segment - branch.inner)
-        assert visited == distinct
+@pytest.mark.parametrize("max_ratios", [TRITON_RATIOS, GLUON_RATIOS, (2.0, 4.0)])
+@pytest.mark.parametrize(
+    ("segments", "rates"),
+    [
+        ((32, 64, 128), (1, 2, 4)),
+        ((16, 64), (2, 8)),
+        ((8, 8), (1, 1)),
+        ((32, 32, 64, 64), (1, 2, 4, 8)),
+        ((64, 64, 128, 256, 256, 256), (1, 2, 4, 8, 32, 64)),
+    ],
+)
+def test_nested_branches_visit_pairs_as_often_as_they_count(
+    segments: tuple[int, ...], rates: tuple[int, ...], max_ratios: tuple[float, ...]
+) -> None:
+    """The counts of the kernels, from the schedule, are those of the pattern; each chain visits a
+    pair once. A branch takes over the partial results of the rows that the one before it keeps.
+    """
+    head, position = 5, torch.arange(256)
+    expected = Dilated(segments, rates).counts(position, position, head)
+    schedule = schedule_branches(tuple(zip(segments, rates, strict=True)), False, max_ratios)
+    assert schedule.is_nested
+    total, visits, before = torch.zeros_like(expected), torch.zeros_like(expected), None
+    for branch in schedule.branches:
+        residue = head % branch.rate
+        row, shift = torch.arange(256 // branch.rate), (residue - head) // branch.rate
+        count = sum(((row + shift) % ratio == 0).long() for ratio in (1, *branch.ratios))
+        is_visited = row[:, None] // branch.segment == row // branch.segment
+        if branch.inner:
+            is_visited &= row[:, None] // branch.inner != row // branch.inner
+        here = (residue + branch.rate * row)[:, None], residue + branch.rate * row
+        total[here] += is_visited * torch.minimum(count[:, None], count)
+        visits[here] += is_visited
+        if before is not None:
+            keeps = here[1] % before == head % before
+            assert torch.equal((row + shift) % branch.partial_ratio == 0, keeps)
+        before = branch.rate
+    assert torch.equal(total, expected)
+    chains = sum(branch.inner == 0 for branch in schedule.branches)
+    assert int(visits.max()) == chains
+    assert torch.equal(visits > 0, expected > 0)
+
+
+def test_rates_form_chains_and_branches_without_pairs_of_their_own_are_left_out() -> None:
+    rates = [1 << i for i in range(10)]
+    schedule = schedule_branches([(2048 * r, r) for r in rates], False, GLUON_RATIOS)
+    assert [b.rate for b in schedule.branches if b.inner == 0] == [32, 1]
+    assert [b.ratios[-1:] for b in schedule.branches[-2:]] == [(8,), (16,)]
+    assert [b.rate for b in schedule.branches] == rates[::-1]
+    schedule = schedule_branches([(min(2048 * r, 65536), r) for r in rates], False, GLUON_RATIOS)
+    assert [b.rate for b in schedule.branches] == rates[5::-1]
+    assert schedule.branches[0].ratios == (2, 4, 8, 16)
 
 
 def test_a_pattern_that_is_not_nested_visits_all_pairs() -> None:
-    for segments, rates in [((12, 30), (3, 2)), ((8, 12), (1, 2)), ((64, 64), (1, 64))]:
+    for segments, rates in [((12, 30), (3, 2)), ((8, 12), (1, 2)), ((96, 96), (1, 48))]:
         schedule = schedule_branches(Dilated(segments, rates).branches, False)
         assert not schedule.is_nested
         assert all(branch.inner == 0 and not branch.ratios for branch in schedule.branches)

@@ -197,18 +197,16 @@ def forward(
 @triton.jit
 def _accumulate(
     acc, grad, partial, grad_strides, partial_strides, batch, position, partial_row, head, row,
-    shift, in_bounds, RATIOS: tl.constexpr, FIRST: tl.constexpr, LAST: tl.constexpr,
+    shift, in_bounds, FIRST: tl.constexpr, LAST: tl.constexpr, PARTIAL_RATIO: tl.constexpr,
     TILE_D: tl.constexpr,
 ):  # fmt: skip
     """Add the sparser branches' partial to a tile's gradient and store it.
 
-    In a nested pattern (RATIOS) they have written only the rows they keep, else all rows.
+    In a nested pattern they have written only the rows they keep, else all rows.
     """
     partial_rows = pointers(partial, partial_strides, batch, partial_row, head, TILE_D)
     if not FIRST:
-        has_partial = in_bounds
-        if len(RATIOS) > 0:
-            has_partial = has_partial & ((row + shift) % RATIOS[0] == 0)[:, None]
+        has_partial = in_bounds & ((row + shift) % PARTIAL_RATIO == 0)[:, None]
         acc += tl.load(partial_rows, mask=has_partial, other=0.0)
     if LAST:
         rows = pointers(grad, grad_strides, batch, position, head, TILE_D)
@@ -226,7 +224,7 @@ def backward_dq(
     RATIOS: tl.constexpr, SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, EVEN: tl.constexpr, BLOCK_SPARSE: tl.constexpr, HAS_IDS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, PARTIAL_RATIO: tl.constexpr,
 ):  # fmt: skip
     """dQ of one tile of queries. `lse` is `safe_lse` of `rows.backward_preprocess`."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -287,7 +285,7 @@ def backward_dq(
         )  # fmt: skip
     _accumulate(
         acc * softmax_scale, dq, partial, dq_strides, partial_strides, batch, position,
-        partial_row, head, row, shift, in_bounds, RATIOS, FIRST, LAST, TILE_D,
+        partial_row, head, row, shift, in_bounds, FIRST, LAST, PARTIAL_RATIO, TILE_D,
     )  # fmt: skip
 
 
@@ -300,7 +298,7 @@ def backward_dkdv(
     RATIOS: tl.constexpr, SKIP_INNER: tl.constexpr, CAUSAL: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, EVEN: tl.constexpr, BLOCK_SPARSE: tl.constexpr, HAS_IDS: tl.constexpr,
     HAS_DOCUMENTS: tl.constexpr, HEAD_DIM: tl.constexpr, TILE_D: tl.constexpr,
-    TILE_M: tl.constexpr, TILE_N: tl.constexpr,
+    TILE_M: tl.constexpr, TILE_N: tl.constexpr, PARTIAL_RATIO: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one tile of keys of one branch, per query head. `lse` as in `backward_dq`."""
     batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
@@ -377,9 +375,9 @@ def backward_dkdv(
         )  # fmt: skip
     _accumulate(
         dk_acc * softmax_scale, dk, partial_k, dk_strides, partial_strides, batch, position,
-        partial_row, head, col, shift, in_bounds, RATIOS, FIRST, LAST, TILE_D,
+        partial_row, head, col, shift, in_bounds, FIRST, LAST, PARTIAL_RATIO, TILE_D,
     )  # fmt: skip
     _accumulate(
         dv_acc, dv, partial_v, dk_strides, partial_strides, batch, position,
-        partial_row, head, col, shift, in_bounds, RATIOS, FIRST, LAST, TILE_D,
+        partial_row, head, col, shift, in_bounds, FIRST, LAST, PARTIAL_RATIO, TILE_D,
     )  # fmt: skip

@@ -137,10 +137,11 @@ class Call:
         is_plain &= self.scale > 0  # the largest score is that of the largest product
         if not is_plain or not has_kernels(self.device, self.dtype, self.head_dim):
             return None
+        # Of a segment that reaches beyond the sequence there is only so much.
+        branches = tuple((min(w, self.tokens), r) for w, r in self.branches)
         kernels = WholeSegments(
-            self.batch, self.heads, self.group, self.head_dim, self.first_head, self.branches,
-            self.scale,
-        )  # fmt: skip
+            self.batch, self.heads, self.group, self.head_dim, self.first_head, branches, self.scale
+        )
         fit = all(kernels.fit(slab.stop - slab.start) for slab in self.slabs)
         return kernels if fit else None
 

@@ -63,6 +63,8 @@ def _launches(
             "TILE_M": tiles.queries,
             "TILE_N": tiles.keys,
         }
+        if name != "forward":
+            constants["PARTIAL_RATIO"] = branch.partial_ratio
         programs = -(-rows // length) * -(-length // tile)
         grid = (None if call.has_documents else programs, call.batch * call.heads)
         kernel = getattr(branch_kernels, name)

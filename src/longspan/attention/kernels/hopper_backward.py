@@ -209,7 +209,7 @@ def _consume(
     shared,
     INDEX: gl.constexpr, RATIOS: gl.constexpr, SKIP_INNER: gl.constexpr, FIRST: gl.constexpr,
     LAST: gl.constexpr, HEAD_DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
-    HAS_DQ_GROUP: gl.constexpr,
+    PARTIAL_RATIO: gl.constexpr, HAS_DQ_GROUP: gl.constexpr,
 ):  # fmt: skip
     """The gradients of TILE keys over all steps: the work of four warps."""
     (
@@ -255,9 +255,7 @@ def _consume(
     row = first + gl.arange(0, TILE, layout=gl.SliceLayout(1, GRADS))
     position = rho + row * rate
     partial_row = position // partial_rate
-    has_partial = row >= 0
-    if len(RATIOS) > 0:
-        has_partial = (row + shift) % RATIOS[0] == 0
+    has_partial = (row + shift) % PARTIAL_RATIO == 0
     _accumulate(
         dk_acc * softmax_scale, dk, partial_k, dk_strides, partial_strides, batch, position,
         partial_row, head, has_partial, OUT, GRADS, FIRST, LAST, HEAD_DIM,
@@ -299,7 +297,7 @@ def backward(
     do_strides, dk_strides, partial_strides, delta_stride, tokens, heads, first_head, group, rate,
     segment, inner, partial_rate, scale_log2, softmax_scale,
     RATIOS: gl.constexpr, SKIP_INNER: gl.constexpr, FIRST: gl.constexpr, LAST: gl.constexpr,
-    HEAD_DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr,
+    HEAD_DIM: gl.constexpr, TILE: gl.constexpr, STAGES: gl.constexpr, PARTIAL_RATIO: gl.constexpr,
 ):  # fmt: skip
     """dK and dV of two tiles of keys of one branch, per query head; what they give dQ is added.
 
@@ -366,10 +364,12 @@ def backward(
         gl.warp_specialize(
             [
                 (_consume, (
-                    shared, 0, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES, True,
+                    shared, 0, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
+                    PARTIAL_RATIO, True,
                 )),
                 (_consume, (
-                    shared, 1, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES, True,
+                    shared, 1, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
+                    PARTIAL_RATIO, True,
                 )),
                 (_sum_dq, (
                     keys, exchange, dq, begin, steps, dq_origin, SKIP_INNER, HEAD_DIM, TILE,
@@ -383,10 +383,12 @@ def backward(
         gl.warp_specialize(
             [
                 (_consume, (
-                    shared, 0, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES, False,
+                    shared, 0, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
+                    PARTIAL_RATIO, False,
                 )),
                 (_consume, (
-                    shared, 1, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES, False,
+                    shared, 1, RATIOS, SKIP_INNER, FIRST, LAST, HEAD_DIM, TILE, STAGES,
+                    PARTIAL_RATIO, False,
                 )),
                 (_load, (keys, ring, inputs, begin, steps, rate, TILE, STAGES)),
             ],

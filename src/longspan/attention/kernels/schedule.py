@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
+
+TRITON_RATIOS = (32.0,)
+"""`max_ratios` of Triton's kernels: they need counts that repeat within a tile."""
+GLUON_RATIOS = (16.0, math.inf)
+"""Those of the kernels for whole segments: up to 16, counts leave registers for a group of dQ."""
 
 
 @dataclass(frozen=True)
@@ -14,10 +19,11 @@ class Branch:
 
     rate: int
     segment: int
-    inner: int  # rows of the inner segments whose pairs it skips; 0 if it visits all pairs
-    ratios: tuple[int, ...]  # the outer branches' rates over its own
-    is_first: bool
-    is_last: bool
+    inner: int = 0  # rows of the inner segments whose pairs it skips; 0 if it visits all pairs
+    ratios: tuple[int, ...] = ()  # the rates of its chain's outer branches over its own
+    partial_ratio: int = 1  # the rate of the branch before it over its own
+    is_first: bool = False
+    is_last: bool = False
 
 
 @dataclass(frozen=True)
@@ -34,40 +40,71 @@ class BranchSchedule:
     reach: int  # the longest segment: no pair is further apart
 
     def writes_every_row(self) -> bool:
-        return self.is_nested and self.branches[-1].rate == 1
+        return self.branches[-1].rate == 1
 
 
 def schedule_branches(
-    branches: Sequence[tuple[int, int]], has_blocks: bool, max_ratio: int | None = 32
+    branches: Sequence[tuple[int, int]],
+    has_blocks: bool,
+    max_ratios: Sequence[float] = TRITON_RATIOS,
 ) -> BranchSchedule:
     """Order branches (segment length, rate); nested ones skip the pairs of inner branches.
 
     Nested: every segment consists of whole inner ones, and every rate is a multiple of the inner
-    ones and divides every segment. The ratio of the largest rate to the smallest must also be a
-    power of two, at most `max_ratio` if it is given: a key's multiplicity repeats within a tile.
+    ones, by a power of two. They form chains of rates up to `max_ratios` times that of the densest:
+    so much in the first chain, the second, …, and as in the last in all that follow. Within a
+    chain, whose rates divide its segments, each pair is visited once, with the number of branches
+    that have it. The next chain visits again what it has in common with a denser one, which is
+    little; but counts of few rates are cheap.
     """
     dense_to_sparse = sorted(branches)
-    widest, sparsest = dense_to_sparse[-1]
-    pairs, ratio = list(pairwise(dense_to_sparse)), sparsest // dense_to_sparse[0][1]
-    is_nested = (
-        all(w % v == 0 and r % s == 0 for (v, s), (w, r) in pairs)
-        and all(w % sparsest == 0 for w, _ in dense_to_sparse)
-        and ratio.bit_count() == 1
-        and (max_ratio is None or ratio <= max_ratio)
-        and not (has_blocks and pairs)
+    widest, chains = dense_to_sparse[-1][0], _chains(dense_to_sparse, max_ratios)
+    if _is_nested(chains) and not (has_blocks and len(branches) > 1):
+        found = [branch for chain in chains for branch in _with_own_pairs(chain)]
+        rates = [branch.rate for branch in found]
+        for i, (rate, before) in enumerate(pairwise(rates)):
+            found[i] = replace(found[i], partial_ratio=before // rate)
+        found[0] = replace(found[0], is_last=True)
+        is_nested, partial_rate, reach = True, (*rates, 1)[1], widest
+    else:
+        found = [Branch(r, w // r) for w, r in dense_to_sparse]
+        is_nested, partial_rate, reach = False, 1, math.lcm(*(w for w, _ in branches))
+    found[-1] = replace(found[-1], is_first=True)
+    return BranchSchedule(tuple(found[::-1]), is_nested, partial_rate, reach)
+
+
+def _chains(
+    dense_to_sparse: Sequence[tuple[int, int]], max_ratios: Sequence[float]
+) -> list[list[tuple[int, int]]]:
+    found: list[list[tuple[int, int]]] = []
+    for w, r in dense_to_sparse:
+        limit = max_ratios[min(len(found), len(max_ratios)) - 1]
+        if found and r <= limit * found[-1][0][1]:
+            found[-1].append((w, r))
+        else:
+            found.append([(w, r)])
+    return found
+
+
+def _is_nested(chains: Sequence[Sequence[tuple[int, int]]]) -> bool:
+    dense_to_sparse = [branch for chain in chains for branch in chain]
+    return (
+        all(w % v == 0 and r % s == 0 for (v, s), (w, r) in pairwise(dense_to_sparse))
+        and (dense_to_sparse[-1][1] // dense_to_sparse[0][1]).bit_count() == 1
+        and all(w % chain[-1][1] == 0 for chain in chains for w, _ in chain)
     )
-    last = len(dense_to_sparse) - 1
-    scheduled = tuple(
-        Branch(
-            rate=r,
-            segment=w // r,
-            inner=dense_to_sparse[i - 1][0] // r if is_nested and i > 0 else 0,
-            ratios=tuple(s // r for _, s in dense_to_sparse[i + 1 :]) if is_nested else (),
-            is_first=i == last,
-            is_last=is_nested and i == 0,
-        )
-        for i, (w, r) in enumerate(dense_to_sparse)
-    )[::-1]
-    partial_rate = dense_to_sparse[1][1] if is_nested and pairs else 1
-    reach = widest if is_nested else math.lcm(*(w for w, _ in branches))
-    return BranchSchedule(scheduled, is_nested, partial_rate, reach)
+
+
+def _with_own_pairs(chain: Sequence[tuple[int, int]]) -> list[Branch]:
+    """The branches of a chain that visit pairs, the densest first.
+
+    One whose segments are no longer than the inner ones has none of its own: the inner branch
+    visits them all, and counts it.
+    """
+    found, inner = [], 0
+    for at, (w, r) in enumerate(chain):
+        if w > inner:
+            ratios = tuple(outer // r for _, outer in chain[at + 1 :])
+            found.append(Branch(r, w // r, inner // r, ratios))
+        inner = w
+    return found

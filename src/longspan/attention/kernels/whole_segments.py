@@ -17,7 +17,7 @@ from torch import Tensor
 from longspan.attention.kernels.block_sparse import LOG2_E
 from longspan.attention.kernels.inputs import scaled_copy
 from longspan.attention.kernels.launch import Launch, Tiles, has_gluon, launch_all
-from longspan.attention.kernels.schedule import BranchSchedule, schedule_branches
+from longspan.attention.kernels.schedule import GLUON_RATIOS, BranchSchedule, schedule_branches
 
 TILE = 64
 """Rows of a tile of queries and of keys."""
@@ -42,7 +42,7 @@ class WholeSegments:
 
     @cached_property
     def schedule(self) -> BranchSchedule:
-        return schedule_branches(self.branches, has_blocks=False, max_ratio=None)
+        return schedule_branches(self.branches, has_blocks=False, max_ratios=GLUON_RATIOS)
 
     def fit(self, tokens: int) -> bool:
         """Whether so many tokens are whole segments of the branches, each of whole tiles."""
@@ -92,7 +92,8 @@ class WholeSegments:
 
     def _new_partial(self, q: Tensor) -> Tensor:
         """Float32 (batch, every partial_rate-th token, heads, head_dim); empty for one branch."""
-        rows = q.shape[1] // self.schedule.partial_rate if len(self.branches) > 1 else 0
+        is_one = len(self.schedule.branches) == 1
+        rows = 0 if is_one else q.shape[1] // self.schedule.partial_rate
         shape = self.batch, rows, self.heads, self.head_dim
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
@@ -132,6 +133,7 @@ class WholeSegments:
             rows = TILE if is_forward else 2 * TILE
             if not is_forward:
                 constants["STAGES"] = 3 if self.head_dim == 64 else 2
+                constants["PARTIAL_RATIO"] = branch.partial_ratio
             grid = tokens // branch.rate // rows, self.batch * self.heads
             tiles = Tiles(TILE, TILE, 4, 1, registers)
             kernel = forward if is_forward else backward
