@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -71,12 +72,15 @@ def compute(rank: int, world: int, folder: str, overrides: list[str]) -> tuple[A
 
 
 def compare(model: Any, ranks: list[tuple[Any, Gradients]]) -> None:
-    """Compare logits and gradients of all ranks with those of transformers."""
+    """Compare logits of all ranks with those of transformers in float64, and gradients."""
     tokens, targets = samples()
     with torch.no_grad():
-        expected = model(tokens).logits
+        every = deepcopy(model).double()(tokens).logits
     for (logits, positions, _), _ in ranks:
-        torch.testing.assert_close(logits, expected[:, positions], rtol=0, atol=1e-5)
+        expected = every[:, positions]
+        # Of each token: which elements are rounded most depends on the processor.
+        difference = (logits - expected).norm(dim=-1)
+        assert (difference <= 5e-6 * expected.norm(dim=-1)).all()
     _, theirs = loss_and_gradients(model, tokens, targets)
     found: dict[str, Tensor] = {}
     for _, gradients in ranks:
