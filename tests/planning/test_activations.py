@@ -14,6 +14,8 @@ from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from longspan.attention import Dilated
+from longspan.attention.kernels import schedule
 from longspan.config import Run
 from longspan.device import autocast
 from longspan.models import Decoder, new_decoder
@@ -192,6 +194,43 @@ def test_a_dense_compiled_block_keeps_the_same_as_a_dilated_one() -> None:
         for sizes in ("dense", "plain")
     )
     assert dense == dilated
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+@pytest.mark.parametrize(
+    ("segments", "rates", "tokens"),
+    [
+        ([2048, 4096, 8192], [1, 2, 4], 1 << 20),
+        ([2048, 4096, 8192], [1, 2, 4], 2048),  # one branch has pairs of its own
+        ([2048, 2048], [1, 2], 1 << 20),
+        ([2048, 65536, 131072], [1, 32, 64], 1 << 20),
+        ([8192, 8192, 8192], [1, 32, 2048], 1 << 20),  # the kernels launch other branches
+        ([2000, 32000, 512000, 1024000], [1, 32, 32, 32], 1024000),  # not nested in all kernels
+        ([3000, 4000], [1, 2], 1 << 20),
+    ],
+)
+def test_attention_allocates_what_is_planned(
+    segments: list[int],
+    rates: list[int],
+    tokens: int,
+    precision: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The buffers of the backward kernels, allocated on the meta device, of the longest slab."""
+    call = pytest.importorskip("longspan.attention.kernels.call")
+    monkeypatch.setattr(call, "has_kernels", lambda _device, dtype, _dim: dtype.itemsize == 2)
+    options = [f"attention.segment_lengths={segments}", f"attention.dilation_rates={rates}"]
+    options += ["model.hidden=1024", "model.heads=16", "train.device=cuda", "model.layers=1"]
+    run = load_run(None, [*options, f"data.context={tokens}", f"train.precision={precision}"])
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    pattern, meta = Dilated(tuple(segments), tuple(rates)), torch.device("meta")
+    of_call = call.Call(1, tokens, 16, 1, 64, dtype, meta, pattern, True, False, False, 0.1)
+    slab = max(each.stop - each.start for each in of_call.slabs)
+    whole, q = of_call.whole_segments, torch.empty(1, slab, 16, 64, device=meta)
+    partial = of_call.new_partial(slab) if whole is None else whole._new_partial(q)
+    expected = 2 * partial.nbytes + (0 if whole is None else q.nbytes)
+    assert Activations(run, Degrees.of(run.layout, 1)).attention_workspace(0) == expected
+    assert slab == max(segments) or expected <= 4 * schedule.PARTIAL_BYTES
 
 
 def test_any_module_can_be_traced() -> None:

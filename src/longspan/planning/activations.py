@@ -16,11 +16,7 @@ import math
 from dataclasses import dataclass
 
 from longspan.attention import BlockSparse, Dense, Dilated, Heads, patterns_of
-from longspan.attention.kernels.schedule import (
-    GLUON_RATIOS,
-    TRITON_RATIOS,
-    schedule_branches,
-)
+from longspan.attention.kernels.schedule import schedule_branches, schedule_whole_segments
 from longspan.config import Run
 from longspan.constants import (
     CUDNN_PAIRS,
@@ -35,8 +31,6 @@ from longspan.planning.communication_in_blocks import exchanges
 from longspan.planning.parameters import Degrees
 
 FP32 = 4
-PARTIAL_BYTES = 128 << 20
-"""Of each buffer in which the kernels of dilated attention merge branches, as in their launch."""
 SCRATCH_BYTES = 560 << 20
 """At most, for the scores' gradients in the backward pass of block-sparse attention."""
 
@@ -266,16 +260,14 @@ class Activations:
             return min(SCRATCH_BYTES, train.micro_batch * self.width * pairs)
         if not isinstance(pattern, Dilated):
             return 0
-        max_ratios = GLUON_RATIOS if self.width < FP32 else TRITON_RATIOS
-        schedule = schedule_branches(pattern.branches, blocks is not None, max_ratios)
-        per_token = FP32 * vector / schedule.partial_rate
-        reach = math.lcm(schedule.reach, 4)
-        slab = min(tokens, reach * max(1, int(PARTIAL_BYTES / max(1, per_token * reach))))
-        if len(pattern.branches) == 1:
-            return 0
-        adds_to_dq = self.width < FP32 and blocks is None and schedule.is_nested
-        sum_of_dq = math.ceil(FP32 * vector * slab) if adds_to_dq else 0
-        return 2 * math.ceil(per_token * slab) + sum_of_dq
+        whole_segments = None
+        if self.width < FP32 and blocks is None and len(pattern.branches) > 1:
+            whole_segments = schedule_whole_segments(pattern.branches, tokens)
+        schedule = whole_segments or schedule_branches(pattern.branches, blocks is not None)
+        slab = min(tokens, schedule.slab(FP32 * vector))
+        partials = 2 * -(-slab // schedule.partial_rate) if schedule.has_partial else 0
+        sum_of_dq = slab if whole_segments else 0
+        return math.ceil(FP32 * vector * (partials + sum_of_dq))
 
     def rope_table(self) -> int:
         """Cosines and sines of a sequence's positions, float32."""

@@ -32,12 +32,14 @@ from longspan.attention.kernels.schedule import (
     GLUON_RATIOS,
     TRITON_RATIOS,
     schedule_branches,
+    schedule_whole_segments,
 )
 from tests.attention.test_functional import dilated_patterns, output_and_gradients, random_qkv
 
 dispatch = pytest.importorskip("longspan.attention.kernels.dispatch")
 branch = pytest.importorskip("longspan.attention.kernels.branch")
 call = pytest.importorskip("longspan.attention.kernels.call")
+schedules = pytest.importorskip("longspan.attention.kernels.schedule")
 rows = pytest.importorskip("longspan.attention.kernels.rows")
 launch = pytest.importorskip("longspan.attention.kernels.launch")
 HAS_GPU = torch.cuda.is_available()
@@ -118,7 +120,7 @@ def test_long_sequences_are_processed_in_slabs(
     pattern = Dilated((32, 64), (1, 2))
     qkv = random_qkv(1, 150, 2, 2, 16, device=device)
     whole = attend(*qkv, pattern, backend="triton")
-    monkeypatch.setattr(call, "PARTIAL_BYTES", 1)
+    monkeypatch.setattr(schedules, "PARTIAL_BYTES", 1)
     monkeypatch.setattr(dispatch, "_calls", dispatch.Call)  # the cached one remembers its slabs
     documents = (torch.arange(150, device=device) // 35)[None]
     assert_equals_oracle(qkv, pattern, 2e-6, documents=documents)
@@ -354,10 +356,30 @@ def test_rates_form_chains_and_branches_without_pairs_of_their_own_are_left_out(
 
 
 def test_a_pattern_that_is_not_nested_visits_all_pairs() -> None:
-    for segments, rates in [((12, 30), (3, 2)), ((8, 12), (1, 2)), ((96, 96), (1, 48))]:
+    others = [((12, 30), (3, 2)), ((8, 12), (1, 2)), ((96, 96), (1, 48)), ((48, 96), (1, 32))]
+    for segments, rates in [*others, ((24, 48, 96), (1, 2, 16))]:
         schedule = schedule_branches(Dilated(segments, rates).branches, False)
         assert not schedule.is_nested
         assert all(branch.inner == 0 and not branch.ratios for branch in schedule.branches)
+
+
+@pytest.mark.parametrize(
+    ("segments", "rates", "tokens", "is_served"),
+    [
+        ((512, 2048), (1, 4), 4096, True),
+        ((512, 2048), (1, 4), 1024, True),
+        ((512, 2048), (1, 4), 512, True),  # of which one branch has all pairs
+        ((512, 2048), (1, 4), 3072, False),  # half a segment
+        ((128, 512), (1, 4), 512, False),  # 32 rows of the sparser branch are in an inner segment
+        ((128, 256), (1, 2), 256, False),  # and 64 here
+        ((128, 192), (1, 2), 384, False),  # not nested
+    ],
+)
+def test_whole_segments_are_multiples_of_two_tiles(
+    segments: tuple[int, ...], rates: tuple[int, ...], tokens: int, is_served: bool
+) -> None:
+    branches = Dilated(segments, rates).branches
+    assert (schedule_whole_segments(branches, tokens) is not None) is is_served
 
 
 def test_unsupported_inputs_are_errors() -> None:

@@ -51,8 +51,11 @@ def test_equals_the_oracle(
     pattern: Pattern, tokens: int, batch: int, heads: int, kv_heads: int, head_dim: int
 ) -> None:
     torch.manual_seed(0)
-    q, do = (torch.randn(batch, tokens, heads, head_dim) for _ in range(2))
-    k, v = (torch.randn(batch, tokens, kv_heads, head_dim) for _ in range(2))
+    q, do, k, v = (
+        # Samples are no whole number of rows of a rate apart.
+        torch.randn(batch, tokens + 1, count, head_dim)[:, 1:]
+        for count in (heads, heads, kv_heads, kv_heads)
+    )
     assert dispatch._call_of(q, k, None, pattern, True, 0.2).whole_segments is not None
     out, lse = dispatch.forward(q, k, v, None, pattern, True, 0.2)
     found = out, *dispatch.backward(do, q, k, v, out, lse, None, pattern, True, 0.2)

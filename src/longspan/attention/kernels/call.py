@@ -14,12 +14,14 @@ from longspan.attention.kernels.block_index import block_index
 from longspan.attention.kernels.documents import DocumentGroup, document_groups, work_table
 from longspan.attention.kernels.inputs import tiles_of
 from longspan.attention.kernels.launch import Tiles
-from longspan.attention.kernels.schedule import Branch, BranchSchedule, schedule_branches
+from longspan.attention.kernels.schedule import (
+    Branch,
+    BranchSchedule,
+    schedule_branches,
+    schedule_whole_segments,
+)
 from longspan.attention.kernels.whole_segments import WholeSegments, has_kernels
 from longspan.attention.pattern import BlockSparse, Dense, Dilated, Pattern
-
-PARTIAL_BYTES = 128 << 20
-"""Of each float32 buffer that merges branches; longer sequences are processed slab by slab."""
 
 
 @dataclass(
@@ -69,23 +71,17 @@ class Call:
 
     @cached_property
     def slabs(self) -> list[slice]:
-        """Token ranges that no pair leaves, as long as the partial buffers allow."""
-        reach = math.lcm(self.schedule.reach, 4)  # keeps the rows of lse in every slab aligned
-        per_token = 4 * self.batch * self.heads * self.head_dim // self.schedule.partial_rate
-        step = reach * max(1, PARTIAL_BYTES // max(1, per_token * reach))
+        """Token ranges that no pair leaves, as long as the buffers allow."""
+        schedule = self.whole_segments.schedule if self.whole_segments else self.schedule
+        step = schedule.slab(4 * self.batch * self.heads * self.head_dim)
         starts = range(0, self.tokens, step)
         return [slice(start, min(start + step, self.tokens)) for start in starts]
 
-    @cached_property
-    def has_partial(self) -> bool:
-        return len(self.schedule.branches) > 1 or not self.schedule.is_nested
-
     def groups(self, starts: tuple[int, ...]) -> tuple[DocumentGroup, ...]:
         """Documents whose partial buffers are allocated together; all if there are none."""
-        rate = self.schedule.partial_rate
-        per_token = 4 * self.heads * self.head_dim // rate
-        fit = PARTIAL_BYTES // max(1, per_token) if self.has_partial else self.tokens
-        return document_groups(starts, self.tokens, rate, fit)
+        row_bytes = 4 * self.heads * self.head_dim
+        fit = self.schedule.fit(row_bytes) if self.schedule.has_partial else self.tokens
+        return document_groups(starts, self.tokens, self.schedule.partial_rate, fit)
 
     def padded(self, slab: slice) -> slice:
         """The slab of the inputs, whose length is padded to a multiple of every rate."""
@@ -96,8 +92,9 @@ class Call:
 
         With a group of documents, every partial_rate-th token of each of them.
         """
-        rows = -(-tokens // self.schedule.partial_rate) if self.has_partial else 0
-        if group is not None and self.has_partial:
+        has_partial = self.schedule.has_partial
+        rows = -(-tokens // self.schedule.partial_rate) if has_partial else 0
+        if group is not None and has_partial:
             rows = int(group.partial_begins[-1])
         new = torch.empty if self.schedule.is_nested else torch.zeros
         shape = (self.batch, rows, self.heads, self.head_dim)
@@ -137,13 +134,12 @@ class Call:
         is_plain &= self.scale > 0  # the largest score is that of the largest product
         if not is_plain or not has_kernels(self.device, self.dtype, self.head_dim):
             return None
-        # Of a segment that reaches beyond the sequence there is only so much.
-        branches = tuple((min(w, self.tokens), r) for w, r in self.branches)
-        kernels = WholeSegments(
-            self.batch, self.heads, self.group, self.head_dim, self.first_head, branches, self.scale
+        schedule = schedule_whole_segments(self.branches, self.tokens)
+        if schedule is None:
+            return None
+        return WholeSegments(
+            self.batch, self.heads, self.group, self.head_dim, self.first_head, schedule, self.scale
         )
-        fit = all(kernels.fit(slab.stop - slab.start) for slab in self.slabs)
-        return kernels if fit else None
 
     def tiles(self, name: str) -> tuple[Tiles, int, int]:
         """The tiles of a kernel: the rows of a program's own tile, and of those it steps over."""

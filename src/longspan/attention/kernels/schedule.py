@@ -11,6 +11,10 @@ TRITON_RATIOS = (32.0,)
 """`max_ratios` of Triton's kernels: they need counts that repeat within a tile."""
 GLUON_RATIOS = (16.0, math.inf)
 """Those of the kernels for whole segments: up to 16, counts leave registers for a group of dQ."""
+TILE = 64
+"""Rows of a tile of queries and of keys of the kernels for whole segments."""
+PARTIAL_BYTES = 128 << 20
+"""Of each float32 buffer that merges branches; longer sequences are processed slab by slab."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,24 @@ class BranchSchedule:
     def writes_every_row(self) -> bool:
         return self.branches[-1].rate == 1
 
+    @property
+    def has_partial(self) -> bool:
+        return len(self.branches) > 1 or not self.is_nested
+
+    def fit(self, row_bytes: float) -> int:
+        """How many tokens buffers allow, of `row_bytes` for a float32 row of all heads.
+
+        A partial result has a row for each `partial_rate`-th token. The sum of dQ, of the kernels
+        for whole segments, has one for each token, and may take twice as much.
+        """
+        rate = min(self.partial_rate, 2) if self.has_partial else 2
+        return int(rate * PARTIAL_BYTES / row_bytes)
+
+    def slab(self, row_bytes: float) -> int:
+        """Tokens that are processed at once: as many as fit, of which no pair leaves them."""
+        reach = math.lcm(self.reach, 4)  # keeps the rows of lse in every slab aligned
+        return reach * max(1, self.fit(row_bytes) // reach)
+
 
 def schedule_branches(
     branches: Sequence[tuple[int, int]],
@@ -71,6 +93,23 @@ def schedule_branches(
         is_nested, partial_rate, reach = False, 1, math.lcm(*(w for w, _ in branches))
     found[-1] = replace(found[-1], is_first=True)
     return BranchSchedule(tuple(found[::-1]), is_nested, partial_rate, reach)
+
+
+def schedule_whole_segments(
+    branches: Sequence[tuple[int, int]], tokens: int
+) -> BranchSchedule | None:
+    """That of the kernels for whole segments; None if they do not serve so many tokens.
+
+    These must be whole segments, which have pairs of tiles of their own. Of a segment that reaches
+    beyond the sequence there is only so much.
+    """
+    cut = [(min(w, tokens), r) for w, r in branches]
+    schedule = schedule_branches(cut, has_blocks=False, max_ratios=GLUON_RATIOS)
+    is_served = schedule.is_nested and all(
+        tokens % (b.segment * b.rate) == 0 and (b.inner or b.segment) % (2 * TILE) == 0
+        for b in schedule.branches
+    )
+    return schedule if is_served else None
 
 
 def _chains(

@@ -17,10 +17,7 @@ from torch import Tensor
 from longspan.attention.kernels.block_sparse import LOG2_E
 from longspan.attention.kernels.inputs import scaled_copy
 from longspan.attention.kernels.launch import Launch, Tiles, has_gluon, launch_all
-from longspan.attention.kernels.schedule import GLUON_RATIOS, BranchSchedule, schedule_branches
-
-TILE = 64
-"""Rows of a tile of queries and of keys."""
+from longspan.attention.kernels.schedule import TILE, BranchSchedule
 
 
 def has_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
@@ -37,19 +34,8 @@ class WholeSegments:
     group: int
     head_dim: int
     first_head: int
-    branches: tuple[tuple[int, int], ...]  # (segment length, rate)
+    schedule: BranchSchedule
     scale: float
-
-    @cached_property
-    def schedule(self) -> BranchSchedule:
-        return schedule_branches(self.branches, has_blocks=False, max_ratios=GLUON_RATIOS)
-
-    def fit(self, tokens: int) -> bool:
-        """Whether so many tokens are whole segments of the branches, each of whole tiles."""
-        return self.schedule.is_nested and all(
-            tokens % (b.segment * b.rate) == 0 and (b.inner or b.segment) % (2 * TILE) == 0
-            for b in self.schedule.branches
-        )
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor) -> None:
         """Compute `out` and `lse` (batch, heads, tokens), which is −inf.
@@ -92,8 +78,7 @@ class WholeSegments:
 
     def _new_partial(self, q: Tensor) -> Tensor:
         """Float32 (batch, every partial_rate-th token, heads, head_dim); empty for one branch."""
-        is_one = len(self.schedule.branches) == 1
-        rows = 0 if is_one else q.shape[1] // self.schedule.partial_rate
+        rows = q.shape[1] // self.schedule.partial_rate if self.schedule.has_partial else 0
         shape = self.batch, rows, self.heads, self.head_dim
         return torch.empty(shape, dtype=torch.float32, device=q.device)
 
