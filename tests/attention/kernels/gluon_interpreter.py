@@ -122,11 +122,11 @@ class Descriptor:
 
     def at(self, place: Sequence[Any]) -> Tensor:
         """A block, which must lie within the matrix."""
-        matrix = self.base.as_strided(self.shape, self.strides)
         (row, rows), (column, columns) = zip(map(int, place), self.block_shape, strict=True)
-        found = matrix[row : row + rows, column : column + columns]
-        assert list(found.shape) == self.block_shape, (place, self.shape)
-        return found
+        is_within = 0 <= row <= self.shape[0] - rows and 0 <= column <= self.shape[1] - columns
+        assert is_within, (place, self.shape)
+        offset = self.base.storage_offset() + row * self.strides[0] + column * self.strides[1]
+        return self.base.as_strided(self.block_shape, self.strides, offset)
 
 
 class Kernel:
