@@ -143,7 +143,7 @@ def measure_all(sizes: Sequence[int], device: torch.device) -> Iterator[Row | Un
             call = call_of(name, elements, device)
             try:
                 call()
-            except (RuntimeError, NotImplementedError) as error:
+            except RuntimeError as error:
                 if "support" not in str(error) and "implement" not in str(error):
                     raise
                 yield Unsupported(name, str(error).splitlines()[0])
