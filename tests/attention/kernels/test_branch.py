@@ -39,7 +39,6 @@ from tests.attention.test_functional import dilated_patterns, output_and_gradien
 dispatch = pytest.importorskip("longspan.attention.kernels.dispatch")
 branch = pytest.importorskip("longspan.attention.kernels.branch")
 call = pytest.importorskip("longspan.attention.kernels.call")
-schedules = pytest.importorskip("longspan.attention.kernels.schedule")
 rows = pytest.importorskip("longspan.attention.kernels.rows")
 launch = pytest.importorskip("longspan.attention.kernels.launch")
 HAS_GPU = torch.cuda.is_available()
@@ -120,7 +119,7 @@ def test_long_sequences_are_processed_in_slabs(
     pattern = Dilated((32, 64), (1, 2))
     qkv = random_qkv(1, 150, 2, 2, 16, device=device)
     whole = attend(*qkv, pattern, backend="triton")
-    monkeypatch.setattr(schedules, "PARTIAL_BYTES", 1)
+    monkeypatch.setattr("longspan.attention.kernels.schedule.PARTIAL_BYTES", 1)
     monkeypatch.setattr(dispatch, "_calls", dispatch.Call)  # the cached one remembers its slabs
     documents = (torch.arange(150, device=device) // 35)[None]
     assert_equals_oracle(qkv, pattern, 2e-6, documents=documents)
