@@ -23,7 +23,7 @@ from torch import Tensor
 from longspan.config import Train
 from longspan.torch_internals import compiled_product
 
-FEATURES = range(768, 5505)
+FEATURES = range(768, 6145)
 """Widths of layers that were measured; others are left to cuBLAS."""
 LEAST_WIDE = 1024
 """Narrower layers take other tiles."""

@@ -35,7 +35,11 @@ PRODUCTS = {
     torch.ops.longspan.product_onto.default,
     torch.ops.longspan.tiled_mlp.default,  # of its products only the last one's output exists
 }
-ATTENTION = {torch.ops.longspan.branch_attention.default, *ATTENTION_FORWARDS}
+ATTENTION = {
+    torch.ops.longspan.branch_attention.default,
+    torch.ops.longspan.packed_attention.default,
+    *ATTENTION_FORWARDS,
+}
 """The operators that cost most to recompute: "selective" saves the outputs of both."""
 
 COMMUNICATION_OPS = {ALL_TO_ALL, torch.ops.longspan.ring_attention.default}

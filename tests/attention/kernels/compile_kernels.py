@@ -22,6 +22,7 @@ from longspan.attention.kernels import (
     hopper,
     hopper_backward,
     hopper_forward,
+    rotary,
     rows,
     window_kernels,
 )
@@ -68,7 +69,7 @@ def compile_kernel(
     source = source_type(function, signature, places, {})
     options = {"num_warps": 4, "num_stages": stages}
     compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    if function not in (rows.backward_preprocess, decode._decode):
+    if function not in (rows.backward_preprocess, decode._decode, rotary._rotate):
         assert "wgmma" in compiled.asm["ptx"]
 
 
@@ -157,6 +158,13 @@ def compile_decode(has_mask: bool) -> None:
     compile_kernel(decode._decode, {"HAS_MASK": has_mask, **sizes}, types, 3)
 
 
+def compile_rotary(is_back: bool) -> None:
+    types = {"packed": "*bf16", "sums": "*fp32" if is_back else "*bf16", "table": "*fp32"}
+    types |= {"queries": "i32", "scale": "fp32"}
+    sizes = {"HALF": 32, "TILE": 32, "ROWS": rotary.ROWS}
+    compile_kernel(rotary._rotate, {"BACK": is_back, **sizes}, types, 3)
+
+
 if __name__ == "__main__":
     is_all = "--all" in sys.argv
     for i, kernel in enumerate(TILES):
@@ -172,6 +180,8 @@ if __name__ == "__main__":
         compile_whole_segments(64, RATIOS=(32, 128, 256))
         compile_whole_segments(64, FIRST=True, RATIOS=(2, 4, 8, 16))
         compile_whole_segments(64, SKIP_INNER=True, LAST=False, RATIOS=())
+    for is_back in (True, False) if is_all else (True,):
+        compile_rotary(is_back)
     for has_mask in (True, False) if is_all else (True,):
         compile_decode(has_mask)
     compile_block_sparse(

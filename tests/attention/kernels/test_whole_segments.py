@@ -16,10 +16,13 @@ from tests.attention.context_parallel.test_chunks import doubling, walk_in_chunk
 dispatch = pytest.importorskip("longspan.attention.kernels.dispatch")
 call = pytest.importorskip("longspan.attention.kernels.call")
 whole_segments = pytest.importorskip("longspan.attention.kernels.whole_segments")
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles its kernels")
+pytestmark = [
+    pytest.mark.usefixtures("interpreter"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles its kernels"),
+]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     from tests.attention.kernels.gluon_interpreter import interpreted
 

@@ -13,8 +13,9 @@ from longspan.attention.kernels import branch as branch_kernels
 from longspan.attention.kernels.block_sparse import LOG2_E
 from longspan.attention.kernels.call import Call
 from longspan.attention.kernels.documents import DocumentGroup
-from longspan.attention.kernels.inputs import kernel_input, padded_dim, preprocess
+from longspan.attention.kernels.inputs import kernel_input, padded_dim, preprocess, scaled_copy
 from longspan.attention.kernels.launch import Launch, launch_all, tiles_of_rows
+from longspan.attention.kernels.rotary import rotate_back
 from longspan.attention.pattern import Pattern
 
 _calls = lru_cache(maxsize=64)(Call)
@@ -223,7 +224,43 @@ def _backward_slab(call: Call, inputs: _Inputs, dq: Tensor, dk: Tensor, dv: Tens
         _dkdv_slab(call, inputs, dk, dv)
         return
     q, k, v, do, lse, delta, *_ = inputs
-    call.whole_segments.backward(do, q, k, v, lse, delta, dq, dk, dv)
+    scaled_copy(call.whole_segments.backward(do, q, k, v, lse, delta, dk, dv), call.scale, dq)
+
+
+def backward_packed(
+    do: Tensor, packed: Tensor, out: Tensor, lse: Tensor, heads: int, pattern: Pattern,
+    scale: float, table: Tensor,
+) -> Tensor:  # fmt: skip
+    """The gradient of queries, keys and values before RoPE, as heads of one tensor.
+
+    packed (batch, tokens, heads + 2 · kv_heads, head_dim) has them after RoPE by `table`; causal
+    attention of them gave `out` and `lse`.
+    """
+    q, k, v = parts_of(packed, heads)
+    call = _call_of(q, k, None, pattern, True, scale)
+    rotated = heads + k.shape[2]
+    is_fast = call.whole_segments is not None and call.group == 1 and len(call.slabs) == 1
+    is_fast &= call.schedule.writes_every_row()
+    if not is_fast or torch.are_deterministic_algorithms_enabled():
+        grads = torch.cat(backward(do, q, k, v, out, lse, None, pattern, True, scale), dim=2)
+        rotate_back(grads, None, table, rotated, 1.0)
+        return grads
+    assert call.whole_segments is not None
+    grads = torch.empty_like(packed)
+    _, dk, dv = parts_of(grads, heads)
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
+        do = kernel_input(do, call.unit)
+        delta, safe_lse = preprocess(do, out, lse)
+        dq_sum = call.whole_segments.backward(do, q, k, v, safe_lse, delta, dk, dv)
+    rotate_back(grads, dq_sum, table, rotated, scale)
+    return grads
+
+
+def parts_of(packed: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries of so many heads, keys and values of packed (batch, tokens, all heads, head_dim)."""
+    kv_heads = (packed.shape[2] - heads) // 2
+    q, k, v = torch.split(packed, [heads, kv_heads, kv_heads], dim=2)
+    return q, k, v
 
 
 def _dq_slab(call: Call, inputs: _Inputs, dq: Tensor, group: DocumentGroup | None = None) -> None:

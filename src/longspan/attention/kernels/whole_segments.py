@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from longspan.attention.kernels.block_sparse import LOG2_E
-from longspan.attention.kernels.inputs import scaled_copy
 from longspan.attention.kernels.launch import Launch, Tiles, has_gluon, launch_all
 from longspan.attention.kernels.schedule import TILE, BranchSchedule
 
@@ -53,13 +52,14 @@ class WholeSegments:
         launch_all(launches, pointers)
 
     def backward(
-        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dq: Tensor,
-        dk: Tensor, dv: Tensor,
-    ) -> None:  # fmt: skip
-        """Compute dq, dk and dv, the latter for each head of q; shapes as in `forward`.
+        self, do: Tensor, q: Tensor, k: Tensor, v: Tensor, lse: Tensor, delta: Tensor, dk: Tensor,
+        dv: Tensor,
+    ) -> Tensor:  # fmt: skip
+        """Compute dk and dv, for each head of q, and return dq / scale; shapes as in `forward`.
 
-        `lse` and `delta` are those of `rows.backward_preprocess`. Tiles of keys add to dq in
-        float32, in any order: the last bits differ from one call to the next.
+        dk and dv have the same strides. `lse` and `delta` are those of `rows.backward_preprocess`.
+        Tiles of keys add to dq in float32, in any order: the last bits differ from one call to the
+        next.
         """
         partial_k, partial_v = self._new_partial(q), self._new_partial(q)
         q, k, v, do = (_as_matrix(x, self._largest_rate) for x in (q, k, v, do))
@@ -74,7 +74,7 @@ class WholeSegments:
             for launch in launches
         ]  # fmt: skip
         launch_all(launches, pointers)
-        scaled_copy(dq_sum, self.scale, dq)
+        return dq_sum
 
     def _new_partial(self, q: Tensor) -> Tensor:
         """Float32 (batch, every partial_rate-th token, heads, head_dim); empty for one branch."""

@@ -1,0 +1,137 @@
+"""Projection, RoPE and attention as one operator, whose queries, keys and values are one tensor.
+
+In compiled blocks on Hopper GPUs: one product projects all three, RoPE rotates them where they are,
+and the backward pass of attention leaves their gradients in one tensor, for one product each of the
+gradients of the input and of the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from longspan.attention.custom_op import flatten, unflatten
+from longspan.attention.functional import has_faster_dense_kernels
+from longspan.attention.pattern import Dense, Dilated, Pattern
+from longspan.nn.precision import autocast_dtype
+from longspan.nn.products import are_chosen, is_measured, product
+from longspan.torch_internals import has_forward_hooks
+
+
+def packs(layers: Sequence[nn.Module], x: Tensor, pattern: Pattern, head_dim: int) -> bool:
+    """Whether `attend_packed` serves the projections `layers` of x (batch, tokens, hidden)."""
+    return (
+        torch.compiler.is_compiling()
+        and are_chosen()
+        and (
+            (isinstance(pattern, Dilated) and pattern.blocks is None)
+            or (isinstance(pattern, Dense) and has_faster_dense_kernels(x, x.shape[1], head_dim))
+        )
+        and all(type(x) is nn.Linear and x.bias is None for x in layers)
+        and not any(has_forward_hooks(x) or isinstance(x.weight, DTensor) for x in layers)
+        and x.dtype == autocast_dtype(x) == torch.bfloat16
+        and is_measured(x.shape[0] * x.shape[1], x.shape[2], sum(len(y.weight) for y in layers))  # type: ignore[arg-type, misc]
+    )
+
+
+def attend_packed(
+    layers: Sequence[nn.Module], x: Tensor, table: Tensor, pattern: Pattern, head_dim: int
+) -> Tensor:
+    """Causal attention (batch, tokens, heads, head_dim) of x (batch, tokens, hidden).
+
+    `layers` project it to queries, keys and values; `table` is RoPE's.
+    """
+    weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)  # type: ignore[misc]
+    heads = len(layers[0].weight) // head_dim  # type: ignore[arg-type]
+    out: Tensor
+    out, *_ = packed_attention(x, weight, table, heads, head_dim, *flatten(pattern))
+    return out
+
+
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    heads: int,
+    head_dim: int,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    blocks: Sequence[float],
+    first_head: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The output, its log-sum-exp, and rotated queries and keys with the values, packed."""
+    from longspan.attention.kernels import dispatch
+    from longspan.attention.kernels.rotary import rotate
+
+    pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
+    rows = x.flatten(0, -2)
+    packed = rows.new_empty(len(rows), len(weight))
+    product(rows, weight.T, out=packed)
+    packed = packed.view(*x.shape[:-1], -1, head_dim)
+    q, k, v = dispatch.parts_of(packed, heads)
+    rotate(packed, table, heads + k.shape[2])
+    out, lse = dispatch.forward(q, k, v, None, pattern, True, head_dim**-0.5)
+    return out, lse, packed
+
+
+def _backward(
+    grad: Tensor,
+    packed: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    table: Tensor,
+    heads: int,
+    head_dim: int,
+    segment_lengths: Sequence[int],
+    dilation_rates: Sequence[int],
+    blocks: Sequence[float],
+    first_head: int,
+) -> Tensor:
+    """The gradient of the projections, shaped like `packed`."""
+    from longspan.attention.kernels import dispatch
+
+    pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
+    return dispatch.backward_packed(grad, packed, out, lse, heads, pattern, head_dim**-0.5, table)
+
+
+packed_attention = torch.library.custom_op("longspan::packed_attention", _forward, mutates_args=())
+packed_attention_backward = torch.library.custom_op(
+    "longspan::packed_attention_backward", _backward, mutates_args=()
+)
+
+
+@packed_attention.register_fake
+def _(
+    x: Tensor, weight: Tensor, _table: Tensor, heads: int, head_dim: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    batch, tokens, _hidden = x.shape
+    lse = x.new_empty(batch, heads, tokens, dtype=torch.float32)
+    packed = x.new_empty(batch, tokens, weight.shape[0] // head_dim, head_dim)
+    return x.new_empty(batch, tokens, heads, head_dim), lse, packed
+
+
+@packed_attention_backward.register_fake
+def _(_grad: Tensor, packed: Tensor, *_: Any) -> Tensor:
+    return torch.empty_like(packed)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, table, *ctx.settings = inputs
+    out, lse, packed = output
+    ctx.save_for_backward(x, weight, table, out, lse, packed)
+    ctx.mark_non_differentiable(lse, packed)
+
+
+def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    x, weight, table, out, lse, packed = ctx.saved_tensors
+    of_packed = packed_attention_backward(grad, packed, out, lse, table, *ctx.settings)
+    rows = of_packed.flatten(2).flatten(0, 1)
+    of_x = (rows @ weight).view(x.shape)
+    return of_x, rows.T @ x.flatten(0, -2), *[None] * 7
+
+
+packed_attention.register_autograd(_gradients, setup_context=_save)

@@ -1,0 +1,148 @@
+"""Projection, RoPE and attention as one operator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial, partialmethod
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from longspan.attention import attend
+from longspan.attention.custom_op import flatten
+from longspan.attention.pattern import Dilated
+from longspan.config import Rope
+from longspan.models import build_decoder
+from longspan.models.packed_attention import packed_attention
+from longspan.nn import RotaryEmbedding, apply_rope, products
+from longspan.parallel.apply import apply_to_blocks
+from longspan.runfile import load_run
+from tests.attention.context_parallel.test_chunks import doubling
+from tests.attention.kernels.test_whole_segments import interpreter  # noqa: F401
+
+dispatch = pytest.importorskip("longspan.attention.kernels.dispatch")
+
+PATTERN = Dilated((16, 32), (1, 2))
+
+
+def separate(
+    x: Tensor, weight: Tensor, table: Tensor, heads: int, dims: int, pattern: Dilated
+) -> Tensor:
+    kv_heads = len(weight) // dims - heads
+    parts = weight.split([heads * dims, kv_heads // 2 * dims, kv_heads // 2 * dims])
+    q, k, v = (linear(x, part).unflatten(-1, (-1, dims)) for part in parts)
+    backend = "reference"
+    return attend(apply_rope(q, table), apply_rope(k, table), v, pattern, backend=backend)
+
+
+def check(
+    shape: tuple[int, int, int],
+    heads: int,
+    kv_heads: int,
+    dims: int,
+    pattern: Dilated,
+    like: Tensor,
+    epsilons: float = 4,
+) -> None:
+    """The operator in the dtype of `like` against its parts in float64, forward and backward."""
+    batch, tokens, hidden = shape
+    device, dtype = like.device, like.dtype
+    x = torch.randn(shape, device=device).to(dtype)
+    width = (heads + 2 * kv_heads) * dims
+    weight = (torch.randn(width, hidden, device=device) / hidden**0.5).to(dtype)
+    table = RotaryEmbedding(dims, 10_000.0, Rope()).table(torch.arange(tokens, device=device))
+    grad = torch.randn(batch, tokens, heads, dims, device=device).to(dtype)
+    ours = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+    theirs = [tensor.double().requires_grad_() for tensor in (x, weight)]
+    out, *_ = packed_attention(*ours, table, heads, dims, *flatten(pattern))
+    exact = separate(*theirs, table.double(), heads, dims, pattern)
+    found = [out, *torch.autograd.grad(out, ours, grad)]
+    wanted = [exact, *torch.autograd.grad(exact, theirs, grad.double())]
+    for a, b in zip(found, wanted, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).norm() <= epsilons * torch.finfo(dtype).eps * b.norm()
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_it_equals_its_parts_in_float64(kv_heads: int) -> None:
+    check((2, 64, 32), 4, kv_heads, 16, PATTERN, torch.empty(0))
+
+
+def rounded_once(function: Callable[..., tuple[Tensor, ...]], *arguments: Any) -> list[Tensor]:
+    inputs = (x.float() if isinstance(x, Tensor) else x for x in arguments)
+    out, *others = function(*inputs)
+    return [out.bfloat16(), *(x.bfloat16() if x.dim() == 4 else x for x in others)]
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_compiled_blocks_take_it(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where products are chosen; attention runs again only if all activations are recomputed."""
+    monkeypatch.setattr(products, "_are_chosen", True)
+    monkeypatch.setattr(products, "LEAST_TOKENS", 8)
+    monkeypatch.setattr(products, "FEATURES", range(8, 512))
+    forwards, forward, backward = [], dispatch.forward, dispatch.backward
+
+    # Triton's interpreter multiplies bf16 as integers.
+    def forward_in_float32(*arguments: Any) -> list[Tensor]:
+        forwards.append(arguments)
+        return rounded_once(forward, *arguments)
+
+    monkeypatch.setattr(dispatch, "forward", forward_in_float32)
+    monkeypatch.setattr(dispatch, "backward", partial(rounded_once, backward))
+    compile_block = nn.Module.compile
+    monkeypatch.setattr(
+        nn.Module, "compile", partialmethod(compile_block, backend="aot_eager_decomp_partition")
+    )
+    rounded = ["train.precision=bf16", "train.residual_precision=bf16"]
+    sizes = [
+        "model.hidden=32",
+        "model.layers=1",
+        "model.heads=2",
+        "attention.segment_lengths=[16,64]",
+    ]
+    sizes += ["attention.dilation_rates=[1,2]", "data.context=64"]
+    run = load_run(None, [*sizes, *rounded, f"train.activation_checkpointing={mode}"], world=1)
+    found = []
+    for is_compiled in (False, True):
+        torch.manual_seed(0)
+        model = build_decoder(run, torch.device("cpu"))
+        apply_to_blocks(model, run.train.model_copy(update={"compile": is_compiled}))
+        tokens = torch.randint(256, (1, 64))
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(tokens, tokens)
+        assert len(forwards) == is_compiled
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters())])
+    assert len(forwards) == 1 + (mode == "full")
+    for eager, compiled in zip(*found, strict=True):
+        assert (eager - compiled).norm() <= 0.02 * eager.norm()
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles its kernels")
+@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("dims", [64, 128])
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        Dilated((256, 512), (1, 2)),
+        Dilated((512, 1024), (2, 4)),  # rows that no branch keeps
+        doubling(256, 2048),
+    ],
+    ids=["two branches", "without rate 1", "beyond the sequence"],
+)
+def test_it_equals_its_parts_by_the_kernels_for_whole_segments(
+    kv_heads: int, dims: int, pattern: Dilated
+) -> None:
+    check((1, 1024, 64), 2, kv_heads, dims, pattern, torch.empty(0), epsilons=16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_heads", [8, 2])
+@pytest.mark.parametrize("dims", [64, 128])
+def test_it_equals_its_parts_on_a_gpu(kv_heads: int, dims: int) -> None:
+    like = torch.empty(0, device="cuda", dtype=torch.bfloat16)
+    check((2, 2048, 512), 8, kv_heads, dims, Dilated((512, 1024, 2048), (1, 2, 4)), like)
