@@ -57,7 +57,9 @@ def check(
     grad = torch.randn(batch, tokens, heads, dims, device=device).to(dtype)
     ours = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [tensor.double().requires_grad_() for tensor in (x, weight)]
-    out, *_ = packed_attention(*ours, table, heads, dims, *flatten(pattern))
+    out, *_ = packed_attention(
+        ours[0].flatten(0, 1), ours[1], table, heads, dims, *flatten(pattern)
+    )
     exact = separate(*theirs, table.double(), heads, dims, pattern)
     found = [out, *torch.autograd.grad(out, ours, grad)]
     wanted = [exact, *torch.autograd.grad(exact, theirs, grad.double())]

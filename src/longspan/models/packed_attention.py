@@ -48,12 +48,14 @@ def attend_packed(
     weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)  # type: ignore[misc]
     heads = len(layers[0].weight) // head_dim  # type: ignore[arg-type]
     out: Tensor
-    out, *_ = packed_attention(x, weight, table, heads, head_dim, *flatten(pattern))
+    # As the backward pass keeps them: of x in its own shape the compiler would write a second copy.
+    rows = x.flatten(0, -2)
+    out, *_ = packed_attention(rows, weight, table, heads, head_dim, *flatten(pattern))
     return out
 
 
 def _forward(
-    x: Tensor,
+    rows: Tensor,
     weight: Tensor,
     table: Tensor,
     heads: int,
@@ -63,15 +65,17 @@ def _forward(
     blocks: Sequence[float],
     first_head: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output, its log-sum-exp, and rotated queries and keys with the values, packed."""
+    """The output, its log-sum-exp, and rotated queries and keys with the values, packed.
+
+    rows (batch · tokens, hidden), of as many tokens as `table` has.
+    """
     from longspan.attention.kernels import dispatch
     from longspan.attention.kernels.rotary import rotate
 
     pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
-    rows = x.flatten(0, -2)
     packed = rows.new_empty(len(rows), len(weight))
     product(rows, weight.T, out=packed)
-    packed = packed.view(*x.shape[:-1], -1, head_dim)
+    packed = packed.view(-1, table.shape[1], len(weight) // head_dim, head_dim)
     q, k, v = dispatch.parts_of(packed, heads)
     rotate(packed, table, heads + k.shape[2])
     out, lse = dispatch.forward(q, k, v, None, pattern, True, head_dim**-0.5)
@@ -106,12 +110,13 @@ packed_attention_backward = torch.library.custom_op(
 
 @packed_attention.register_fake
 def _(
-    x: Tensor, weight: Tensor, _table: Tensor, heads: int, head_dim: int, *_: Any
+    rows: Tensor, weight: Tensor, table: Tensor, heads: int, head_dim: int, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
-    batch, tokens, _hidden = x.shape
-    lse = x.new_empty(batch, heads, tokens, dtype=torch.float32)
-    packed = x.new_empty(batch, tokens, weight.shape[0] // head_dim, head_dim)
-    return x.new_empty(batch, tokens, heads, head_dim), lse, packed
+    tokens = table.shape[1]
+    batch = rows.shape[0] // tokens
+    lse = rows.new_empty(batch, heads, tokens, dtype=torch.float32)
+    packed = rows.new_empty(batch, tokens, weight.shape[0] // head_dim, head_dim)
+    return rows.new_empty(batch, tokens, heads, head_dim), lse, packed
 
 
 @packed_attention_backward.register_fake
@@ -120,18 +125,17 @@ def _(_grad: Tensor, packed: Tensor, *_: Any) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, weight, table, *ctx.settings = inputs
+    rows, weight, table, *ctx.settings = inputs
     out, lse, packed = output
-    ctx.save_for_backward(x, weight, table, out, lse, packed)
+    ctx.save_for_backward(rows, weight, table, out, lse, packed)
     ctx.mark_non_differentiable(lse, packed)
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    x, weight, table, out, lse, packed = ctx.saved_tensors
+    rows, weight, table, out, lse, packed = ctx.saved_tensors
     of_packed = packed_attention_backward(grad, packed, out, lse, table, *ctx.settings)
-    rows = of_packed.flatten(2).flatten(0, 1)
-    of_x = (rows @ weight).view(x.shape)
-    return of_x, rows.T @ x.flatten(0, -2), *[None] * 7
+    of_packed = of_packed.flatten(2).flatten(0, 1)
+    return of_packed @ weight, of_packed.T @ rows, *[None] * 7
 
 
 packed_attention.register_autograd(_gradients, setup_context=_save)
