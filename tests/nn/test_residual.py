@@ -157,7 +157,7 @@ def test_the_context_decides_at_each_call(monkeypatch: pytest.MonkeyPatch) -> No
     reason="needs a Hopper GPU",
 )
 def test_the_product_adds_on_a_gpu() -> None:
-    """By cuBLASLt, and where it is not served by cuBLAS."""
+    """By cuBLASLt, rounded once, and by cuBLAS where it is not served, perhaps rounded twice."""
     for tokens in (32_768, 1024):
         x = torch.randn(tokens, 2816, device="cuda", dtype=torch.bfloat16)
         weight = torch.randn(1024, 2816, device="cuda", dtype=torch.bfloat16) / 50
@@ -165,8 +165,11 @@ def test_the_product_adds_on_a_gpu() -> None:
         before = onto.clone()
         found = residual.product_onto(onto, x, weight)
         rows = torch.arange(0, tokens, 61, device="cuda")
-        exact = onto[rows].double() + x[rows].double() @ weight.double().T
-        assert (found[rows] - exact).norm() <= 2**-4 * exact.norm()  # of what rounding has left
+        product = x[rows].double() @ weight.double().T
+        exact = onto[rows].double() + product  # what rounding has left
+        is_served = tokens >= products.LEAST_TOKENS
+        bound = 2**-4 * exact.norm() if is_served else 2**-8 * product.norm()
+        assert (found[rows] - exact).norm() <= bound
         assert torch.equal(onto, before)
         plan = products._plan(*x.shape, 1024, x.stride(), weight.T.stride(), 0)
-        assert tokens < products.LEAST_TOKENS or plan is not None
+        assert plan is not None or not is_served
