@@ -135,7 +135,7 @@ def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
             and mask.sink_logits is None
             and (same_length or not mask.is_causal)
         ):
-            if mask.is_causal and has_faster_dense_kernels(q, q.shape[1], q.shape[3]):
+            if _has_faster_dense_kernels(q, mask):
                 return Backend("triton", "causal, 16 bits, head_dim 64, on a Hopper GPU")
             return Backend("sdpa", "a dense pattern without documents or padding")
     is_cpu = q.device.type == "cpu"
@@ -148,20 +148,19 @@ def choose_backend(q: Tensor, k: Tensor, mask: Mask) -> Backend:
     return Backend("reference", problem if is_cpu else kernels)
 
 
-def has_faster_dense_kernels(like: Tensor, tokens: int, head_dim: int) -> bool:
-    """Whether our kernels for dense causal attention are faster than torch's, on an H200.
+def _has_faster_dense_kernels(q: Tensor, mask: Mask) -> bool:
+    """Whether our kernels are faster than torch's, by measurements on an H200.
 
-    Of queries on the device and in the dtype of `like`. They do not give the same bits twice.
+    They do not give the same bits twice.
     """
-    if not _HAS_TRITON or like.device.type != "cuda":
+    if not _HAS_TRITON or q.device.type != "cuda" or torch.are_deterministic_algorithms_enabled():
         return False
-    if torch.are_deterministic_algorithms_enabled():
-        return False
-    if head_dim != 64 or like.dtype.itemsize != 2 or tokens % 128:
+    tokens, head_dim = q.shape[1], q.shape[3]
+    if not mask.is_causal or head_dim != 64 or q.dtype.itemsize != 2 or tokens % 128:
         return False
     from longspan.attention.kernels.launch import has_gluon
 
-    return tokens >= DENSE_TOKENS and has_gluon(like.device)
+    return tokens >= DENSE_TOKENS and has_gluon(q.device)
 
 
 def strided_problem(q: Tensor, k: Tensor, mask: Mask) -> str | None:

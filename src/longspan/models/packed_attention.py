@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from longspan.attention.custom_op import flatten, unflatten
-from longspan.attention.functional import has_faster_dense_kernels
+from longspan.attention.functional import choose_backend
+from longspan.attention.mask import Mask
 from longspan.attention.pattern import Dense, Dilated, Pattern
 from longspan.nn.precision import autocast_dtype
 from longspan.nn.products import are_chosen, is_measured, product
@@ -24,18 +25,24 @@ from longspan.torch_internals import has_forward_hooks
 
 def packs(layers: Sequence[nn.Module], x: Tensor, pattern: Pattern, head_dim: int) -> bool:
     """Whether `attend_packed` serves the projections `layers` of x (batch, tokens, hidden)."""
+    widths = [len(layer.weight) for layer in layers]  # type: ignore[arg-type]
     return (
         torch.compiler.is_compiling()
         and are_chosen()
-        and (
-            (isinstance(pattern, Dilated) and pattern.blocks is None)
-            or (isinstance(pattern, Dense) and has_faster_dense_kernels(x, x.shape[1], head_dim))
-        )
-        and all(type(x) is nn.Linear and x.bias is None for x in layers)
-        and not any(has_forward_hooks(x) or isinstance(x.weight, DTensor) for x in layers)
+        and all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
+        and not any(has_forward_hooks(y) or isinstance(y.weight, DTensor) for y in layers)
         and x.dtype == autocast_dtype(x) == torch.bfloat16
-        and is_measured(x.shape[0] * x.shape[1], x.shape[2], sum(len(y.weight) for y in layers))  # type: ignore[arg-type, misc]
+        and is_measured(x.shape[0] * x.shape[1], x.shape[2], sum(widths))
+        and _is_by_kernels(x.new_empty(*x.shape[:-1], widths[0] // head_dim, head_dim), pattern)
     )
+
+
+def _is_by_kernels(q: Tensor, pattern: Pattern) -> bool:
+    """Whether `attend` would give queries like `q`, as many keys and values to our own kernels."""
+    is_dilated = isinstance(pattern, Dilated) and pattern.blocks is None
+    if not (is_dilated or isinstance(pattern, Dense)):
+        return False
+    return choose_backend(q, q, Mask(pattern, True)).name == "triton"
 
 
 def attend_packed(
