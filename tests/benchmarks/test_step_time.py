@@ -33,7 +33,8 @@ def test_a_fit_predicts_the_runs_that_it_is_given(
         run = load_run(None, overrides, builtin="cuda", world=1)
         rate = predict(run, 1, H200, truth).tokens_per_s
         rows.append({"device": "h200", "overrides": overrides, "tokens_per_s": rate})
-    file = write_rows(tmp_path / "h200.json", [*rows, {"device": "h200", "overrides": []}])
+    plain = {"run": "plain GPT, 125m 8K dense", "device": "h200", "tokens_per_s": 3e5}
+    file = write_rows(tmp_path / "h200.json", [*rows, {"device": "h200", "overrides": []}, plain])
     assert main(["bench", "step-time", "--fit", str(file)]) == 0
     found = tomllib.loads(capsys.readouterr().out)
     assert len(rows) >= 12
@@ -63,7 +64,7 @@ def test_too_few_runs_and_other_files_are_refused(
     other = tmp_path / "other.json"
     other.write_text("{}")
     assert main(["bench", "step-time", "--fit", str(other)]) == 2
-    assert "is not a result of longspan bench step-time" in capsys.readouterr().err
+    assert "is not a result of longspan bench step-time or train" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -158,7 +158,10 @@ def test_training_is_measured_beside_a_plain_gpt() -> None:
     found = bench("train", "--steps", "1", "--only", "dense", "--plot", "a.svg", *small)
     ours, plain = found["rows"]
     assert (ours["run"], plain["run"]) == ("built-in 512 dense", "plain GPT, built-in 512 dense")
+    assert ours["overrides"][-3:] == small
+    assert "overrides" not in plain
     for row in (ours, plain):
+        assert row["device"] == "cpu"
         assert row["tokens_per_s"] * row["step_s"] == pytest.approx(2 * 512)
     assert "built-in plain GPT" in Path("a.svg").read_text()
 

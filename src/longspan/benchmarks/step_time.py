@@ -195,7 +195,7 @@ Override = Annotated[
 
 
 class MeasuredRow(BaseModel):
-    """One run in a result of this benchmark: its overrides, and what was measured."""
+    """One run in a result of this benchmark or `bench train`: its overrides, what was measured."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -218,6 +218,14 @@ class _Result(BaseModel):
 
     machine: Annotated[str, Field(max_length=1000)]
     rows: Annotated[list[MeasuredRow], Field(max_length=10_000)]
+
+    @field_validator("rows", mode="before")
+    @classmethod
+    def _without_plain_models(cls, rows: Any) -> Any:
+        """`bench train` has some, which are no runs of ours."""
+        if not isinstance(rows, list):
+            return rows
+        return [row for row in rows if not isinstance(row, dict) or "overrides" in row]
 
 
 def refit(files: Sequence[Path]) -> str:
@@ -273,5 +281,5 @@ def _read(file: Path) -> _Result:
         return _Result.model_validate(read_json_object(file, MAX_BYTES))
     except ValidationError as error:
         raise UserError(
-            f"{file} is not a result of longspan bench step-time: {first_problem(error)}"
+            f"{file} is not a result of longspan bench step-time or train: {first_problem(error)}"
         ) from error

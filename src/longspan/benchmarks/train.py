@@ -33,7 +33,7 @@ from longspan.benchmarks.step_time import GIB, WARM_UP, load, measure
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.flops import flops_per_sample
-from longspan.hardware import peak_flops
+from longspan.hardware import find_device, peak_flops
 from longspan.progress import measuring
 from longspan.wording import counted
 
@@ -70,7 +70,8 @@ class Case:
         how = " in chunks" * bool(self.chunk) + " offloaded" * bool(self.offload_gib)
         return f"{self.model} {length} {self.kind}{how}"
 
-    def run(self, device: str, more: Sequence[str]) -> Run:
+    def options(self, more: Sequence[str]) -> list[str]:
+        """Overrides of the built-in run."""
         options = [
             f"data.context={self.context}",
             f"train.micro_batch={self.batch}",
@@ -94,7 +95,10 @@ class Case:
                 f"attention.segment_lengths={segments}",
                 f"attention.dilation_rates={rates}",
             ]
-        return load([*options, *more], device)
+        return [*options, *more]
+
+    def run(self, device: str, more: Sequence[str]) -> Run:
+        return load(self.options(more), device)
 
 
 def _gpu_case(preset: str, kib: int, batch: int, kind: str, *options: str, **more: Any) -> Case:
@@ -193,6 +197,7 @@ def bench_train(
         is_first = steps == 1 and not case.warm_up
         add(f"{case.name}{', first step' * is_first}", run, measured, case.kind == "dense")
         rows[-1] |= {"warm_up": case.warm_up, "line": f"{case.model} {case.kind}"}
+        rows[-1]["overrides"] = case.options(overrides)
         if case.is_beside_plain:
             with measuring(f"training a {PLAIN} {case.name}"):
                 measured = _measured_plain(run, steps)
@@ -240,7 +245,7 @@ def _forget() -> None:
 
 def _row(name: str, run: Run, measured: Steps | None, is_dense: bool) -> dict[str, Any]:
     """`is_dense`: the attention computes all pairs."""
-    row: dict[str, Any] = {"run": name, "context": run.data.context}
+    row: dict[str, Any] = {"run": name, "device": _device(run), "context": run.data.context}
     if measured is None:
         return {**row, "memory_bytes": 0, "error": "out of memory"}
     seconds = statistics.median(measured.seconds)
@@ -257,6 +262,14 @@ def _row(name: str, run: Run, measured: Steps | None, is_dense: bool) -> dict[st
             flops = sum(flops_per_sample(run.model, patterns, run.data.context))
             row[key] = flops * samples / seconds / peak
     return row
+
+
+def _device(run: Run) -> str | None:
+    """The name that the planner has for it."""
+    if run.train.device == "cpu":
+        return "cpu"
+    found = find_device(torch.cuda.get_device_name())
+    return None if found is None else found.name
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

@@ -214,8 +214,8 @@ def add(commands: Commands) -> None:
         type=Path,
         nargs="+",
         metavar="FILE",
-        help="fit the planner's constants to results of --json, and print them as TOML (default: "
-        "measure)",
+        help="fit the planner's constants to results of --json, of `bench train` too, and print "
+        "them as TOML (default: measure)",
     )
 
     train = actions.add(
