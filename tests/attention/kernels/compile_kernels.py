@@ -57,7 +57,7 @@ def type_of(name: str) -> Any:
 def compile_kernel(
     function: Any,
     constants: dict[str, Any],
-    descriptors: dict[str, str],
+    descriptors: dict[str, Any],
     stages: int,
     source_type: type[ASTSource] = ASTSource,
 ) -> None:
@@ -131,7 +131,8 @@ def compile_block_sparse(cases: list[tuple[bool, bool]]) -> None:
     compile_kernel(block_sparse_kernels.backward_dq, sizes, dict.fromkeys(("k", "ds"), tile), 3)
 
 
-def compile_whole_segments(head_dim: int, **changes: Any) -> None:
+def compile_whole_segments(head_dim: int, *, is_long: bool = False, **changes: Any) -> None:
+    """`is_long`: a sample has 2³¹ elements or more, so that its stride has 64 bits."""
     constants = {
         "RATIOS": (2, 4),
         "SKIP_INNER": False,
@@ -145,6 +146,10 @@ def compile_whole_segments(head_dim: int, **changes: Any) -> None:
     layout = layout_of(block, 2)
     inputs = dict.fromkeys(("q", "k", "v", "do"), f"tensordesc<bf16{block},{layout}>")
     inputs["dq"] = f"tensordesc<fp32{block},{layout_of(block, 4)}>"
+    if is_long:
+        names = hopper_forward.forward.arg_names + hopper_backward.backward.arg_names
+        long_stride = ("i64", "i32", "i32")
+        inputs |= {name: long_stride for name in names if name.endswith("strides")}
     compile_kernel(hopper_forward.forward, constants, inputs, 1, GluonASTSource)
     constants |= {"STAGES": 2, "PARTIAL_RATIO": 2}
     compile_kernel(hopper_backward.backward, constants, inputs, 1, GluonASTSource)
@@ -173,9 +178,10 @@ if __name__ == "__main__":
     for changes in WINDOWS if is_all else WINDOWS[:1]:
         compile_window(WINDOW_KERNELS if is_all else WINDOW_KERNELS[::3], changes)
     compile_kernel(rows.backward_preprocess, {"HEAD_DIM": 64, "TILE_D": 64, "TILE": 64}, {}, 1)
-    for head_dim in (64, 128) if is_all else (64,):
-        compile_whole_segments(head_dim)
+    compile_whole_segments(64, is_long=True)
     if is_all:
+        compile_whole_segments(64)
+        compile_whole_segments(128)
         compile_whole_segments(64, SKIP_INNER=True, FIRST=True, LAST=False, RATIOS=())
         compile_whole_segments(64, RATIOS=(32, 128, 256))
         compile_whole_segments(64, FIRST=True, RATIOS=(2, 4, 8, 16))

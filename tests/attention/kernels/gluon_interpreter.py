@@ -190,7 +190,8 @@ def _ignored(*_: Any, **__: Any) -> None:
 
 def _language() -> ModuleType:
     gl: Any = ModuleType("gl")
-    gl.float16, gl.float32, gl.int64 = torch.float16, torch.float32, torch.int64
+    gl.float16, gl.float32 = torch.float16, torch.float32
+    gl.int32, gl.int64 = torch.int32, torch.int64
     gl.constexpr, gl.static_range = (lambda x: x), range
     gl.program_id = lambda axis: block(Kernel.program[axis])
     gl.num_programs = lambda axis: Kernel.programs[axis]

@@ -170,6 +170,21 @@ def test_tiles_of_16_bit_inputs(dims: int, tokens: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_sample_may_be_so_long_that_its_stride_has_64_bits(dtype: torch.dtype) -> None:
+    """As a view of one sample, which does not take the memory."""
+    pattern = Dilated((256, 512, 1024), (1, 2, 4))
+    short = random_qkv(1, 1024, 4, 4, 64, device="cuda", dtype=dtype)
+    long = tuple(
+        x.detach().as_strided(x.shape, (2**32, *x.stride()[1:])).requires_grad_() for x in short
+    )
+    grad = torch.randn_like(short[0])
+    found, expected = (output_and_gradients(attend, x, grad, pattern) for x in (long, short))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() <= 2**-9 * theirs.norm()  # dQ is summed in any order
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize(("dims", "tokens"), [(64, 2048), (64, 4224), (64, 2049), (128, 2048)])
 def test_dense_attention_of_16_bit_inputs(dims: int, tokens: int) -> None:
     qkv = random_qkv(2, tokens, 4, 2, dims, device="cuda", dtype=torch.bfloat16)

@@ -40,8 +40,12 @@ def async_add_shared_to_global(tensor_desc, coord, src, _semantic=None):
 
 @gluon.jit
 def place(strides, batch, rho, head, rate):
-    """Row 0 and the column of a sample's residue and head, in a matrix of rows of `rate` tokens."""
-    return batch * (strides[0] // (rate * strides[1])), rho * strides[1] + head * strides[2]
+    """Row 0 and the column of a sample's residue and head, in a matrix of rows of `rate` tokens.
+
+    In 32 bits, as the copy engine takes them: the stride of a sample may need 64.
+    """
+    row = batch * (strides[0] // (rate * strides[1]))
+    return row.to(gl.int32), rho * strides[1] + head * strides[2]
 
 
 @gluon.constexpr_function
