@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, partialmethod
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -93,8 +93,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(arguments)
         return rounded_once(forward, *arguments)
 
+    def backward_in_float32(*arguments: Any, into: tuple[Tensor, ...]) -> None:
+        for gradient, exact in zip(into, rounded_once(backward, *arguments), strict=True):
+            gradient.copy_(exact)
+
     monkeypatch.setattr(dispatch, "forward", forward_in_float32)
-    monkeypatch.setattr(dispatch, "backward", partial(rounded_once, backward))
+    monkeypatch.setattr(dispatch, "backward", backward_in_float32)
     compile_block = nn.Module.compile
     monkeypatch.setattr(
         nn.Module, "compile", partialmethod(compile_block, backend="aot_eager_decomp_partition")
@@ -155,6 +159,16 @@ def test_it_equals_its_parts_by_the_kernels_for_whole_segments(
     kv_heads: int, dims: int, pattern: Dilated
 ) -> None:
     check((1, 1024, 64), 2, kv_heads, dims, pattern, torch.empty(0), epsilons=16)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles its kernels")
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_it_equals_its_parts_in_slabs(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("longspan.attention.kernels.schedule.PARTIAL_BYTES", 1)
+    monkeypatch.setattr(dispatch, "_calls", dispatch.Call)  # the cached one remembers its slabs
+    like = torch.empty(0)
+    check((2, 1024, 64), 2, kv_heads, 64, Dilated((256, 512), (1, 2)), like, epsilons=16)
 
 
 @pytest.mark.gpu

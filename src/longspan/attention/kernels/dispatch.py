@@ -177,10 +177,18 @@ def backward(
     is_causal: bool,
     scale: float,
     starts: tuple[int, ...] = (),
+    into: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, given that of the output, `do`, and the results of `forward`."""
+    """The gradients of q, k and v, given that of the output, `do`, and the results of `forward`.
+
+    `into`: tensors that they are written to, of zeros if there are rows that no branch keeps.
+    """
     call = _call_of(q, k, ids, pattern, is_causal, scale, bool(starts))
-    dq, dk, dv = call.new_result(), call.new_result(), call.new_result()
+    dq = call.new_result() if into is None else into[0]
+    if into is None or call.group > 1:
+        dk, dv = call.new_result(), call.new_result()
+    else:
+        dk, dv = into[1:]
     q, k, v, do = (kernel_input(x, call.unit) for x in (q, k, v, do))
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         delta, safe_lse = preprocess(do, out, lse)
@@ -201,7 +209,9 @@ def backward(
                 _backward_slab(call, inputs, _rows(dq, slab), _rows(dk, slab), _rows(dv, slab))
     if call.group > 1:
         grouped = (call.batch, call.tokens, -1, call.group, call.head_dim)
-        dk, dv = dk.view(grouped).sum(3), dv.view(grouped).sum(3)
+        of_k, of_v = (None, None) if into is None else into[1:]
+        dk = torch.sum(dk.view(grouped), 3, out=of_k)
+        dv = torch.sum(dv.view(grouped), 3, out=of_v)
     return dq, dk, dv
 
 
@@ -238,16 +248,15 @@ def backward_packed(
     """
     q, k, v = parts_of(packed, heads)
     call = _call_of(q, k, None, pattern, True, scale)
-    rotated = heads + k.shape[2]
-    is_fast = call.whole_segments is not None and call.group == 1 and len(call.slabs) == 1
-    is_fast &= call.schedule.writes_every_row()
-    if not is_fast or torch.are_deterministic_algorithms_enabled():
-        grads = torch.cat(backward(do, q, k, v, out, lse, None, pattern, True, scale), dim=2)
+    new = torch.empty_like if call.schedule.writes_every_row() else torch.zeros_like
+    grads, rotated = new(packed), heads + k.shape[2]
+    dq, dk, dv = parts_of(grads, heads)
+    is_one_sum = call.whole_segments is not None and call.group == 1 and len(call.slabs) == 1
+    if not is_one_sum or torch.are_deterministic_algorithms_enabled():
+        backward(do, q, k, v, out, lse, None, pattern, True, scale, into=(dq, dk, dv))
         rotate_back(grads, None, table, rotated, 1.0)
         return grads
     assert call.whole_segments is not None
-    grads = torch.empty_like(packed)
-    _, dk, dv = parts_of(grads, heads)
     with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         do = kernel_input(do, call.unit)
         delta, safe_lse = preprocess(do, out, lse)
