@@ -14,7 +14,7 @@ from longspan.hardware import cpu_device, devices
 from longspan.planning.collective_time import collective_s, exposed_s
 from longspan.planning.communication import Traffic
 from longspan.planning.fitting import quantiles
-from longspan.planning.rates import RunRates, band_of, efficiencies, rates_of
+from longspan.planning.rates import RunRates, band_of, efficiencies
 from longspan.planning.run_time import attention_rate, predict
 from longspan.runfile import load_run
 
@@ -235,15 +235,7 @@ def test_what_overlaps_hides_behind_compute_but_its_packing_does_not() -> None:
 def test_runs_that_nothing_was_fitted_to_are_predicted_within_the_stated_band() -> None:
     rows = efficiencies()["unfitted"]
     runs = [load_run(None, row["overrides"], builtin="cuda", world=1) for row in rows]
-    rates = rates_of(H200)
-    changed = "loss_traffic", "dense", "dilated"
-    of_older_code = [{k: row[k] for k in changed if k in row} for row in rows]
-    predicted = np.array(
-        [
-            predict(run, 1, H200, replace(rates, **older)).tokens_per_s
-            for run, older in zip(runs, of_older_code, strict=True)
-        ]
-    )
+    predicted = np.array([predict(run, 1, H200).tokens_per_s for run in runs])
     errors = quantiles(np.abs(predicted / [row["tokens_per_s"] for row in rows] - 1))
     band = band_of(H200, 1)
     assert band is not None

@@ -25,13 +25,15 @@ from longspan.torch_internals import has_forward_hooks
 
 def packs(layers: Sequence[nn.Module], x: Tensor, pattern: Pattern, head_dim: int) -> bool:
     """Whether `attend_packed` serves the projections `layers` of x (batch, tokens, hidden)."""
+    if not (torch.compiler.is_compiling() and are_chosen()):
+        return False
+    if any(type(layer) is not nn.Linear or has_forward_hooks(layer) for layer in layers):
+        return False
+    if any(layer.bias is not None or isinstance(layer.weight, DTensor) for layer in layers):
+        return False
     widths = [len(layer.weight) for layer in layers]  # type: ignore[arg-type]
     return (
-        torch.compiler.is_compiling()
-        and are_chosen()
-        and all(type(layer) is nn.Linear and layer.bias is None for layer in layers)
-        and not any(has_forward_hooks(y) or isinstance(y.weight, DTensor) for y in layers)
-        and x.dtype == autocast_dtype(x) == torch.bfloat16
+        x.dtype == autocast_dtype(x) == torch.bfloat16
         and is_measured(x.shape[0] * x.shape[1], x.shape[2], sum(widths))
         and _is_by_kernels(x.new_empty(*x.shape[:-1], widths[0] // head_dim, head_dim), pattern)
     )

@@ -296,10 +296,11 @@ def _tiles_s(run: Run, tokens: float, forward: float, not_full: float, bandwidth
 
 def attention_rate(pattern: Pattern, head_dim: int, rates: RunRates) -> float:
     """The fraction of the peak that attention reaches."""
-    if isinstance(pattern, Dense):
+    is_dilated = isinstance(pattern, Dilated) and pattern.blocks is None
+    if isinstance(pattern, Dense) and head_dim != 64:
         rate = rates.dense
-    elif isinstance(pattern, Window) or (isinstance(pattern, Dilated) and pattern.blocks is None):
-        rate = rates.dilated  # they share the kernels' loops
+    elif is_dilated or isinstance(pattern, Dense | Window):
+        rate = rates.dilated  # our kernels, which share their loops
     else:
         rate = rates.block_sparse
     return rate * head_dim / (head_dim + rates.half_head_dim)
