@@ -34,7 +34,9 @@ def test_a_fit_predicts_the_runs_that_it_is_given(
         rate = predict(run, 1, H200, truth).tokens_per_s
         rows.append({"device": "h200", "overrides": overrides, "tokens_per_s": rate})
     plain = {"run": "plain GPT, 125m 8K dense", "device": "h200", "tokens_per_s": 3e5}
-    file = write_rows(tmp_path / "h200.json", [*rows, {"device": "h200", "overrides": []}, plain])
+    first = {**rows[0], "warm_up": 0, "tokens_per_s": 1.0}
+    others = [{"device": "h200", "overrides": []}, plain, first]
+    file = write_rows(tmp_path / "h200.json", [*rows, *others])
     assert main(["bench", "step-time", "--fit", str(file)]) == 0
     found = tomllib.loads(capsys.readouterr().out)
     assert len(rows) >= 12
@@ -81,6 +83,7 @@ def test_too_few_runs_and_other_files_are_refused(
         ({"overrides": ["model.layers=0"]}, "model.layers  expected at least 1, got 0"),
         ({"device": ["h200"]}, "rows.0.device: Input should be a valid string"),
         ({"device": "h300"}, "hardware 'h300' is unknown"),
+        ({"device": None}, "must be of one GPU of the table, got one that is not in the table"),
     ],
 )
 def test_a_wrong_row_is_one_error(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partialmethod
+from functools import partial, partialmethod
 from typing import Any
 
 import pytest
@@ -58,8 +58,9 @@ def check(
     grad = torch.randn(batch, tokens, heads, dims, device=device).to(dtype)
     ours = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
     theirs = [tensor.double().requires_grad_() for tensor in (x, weight)]
+    weights = ours[1].split([heads * dims, kv_heads * dims, kv_heads * dims])
     out, *_ = packed_attention.packed_attention(
-        ours[0].flatten(0, 1), ours[1], table, heads, dims, *flatten(pattern)
+        ours[0].flatten(0, 1), *weights, table, heads, dims, *flatten(pattern)
     )
     exact = separate(*theirs, table.double(), heads, dims, pattern)
     found = [out, *torch.autograd.grad(out, ours, grad)]
@@ -81,8 +82,9 @@ def rounded_once(function: Callable[..., tuple[Tensor, ...]], *arguments: Any) -
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> list[Any]:
     """Those of the operator's attention, in blocks compiled as where products are chosen."""
+    backend = getattr(request, "param", "eager")
     monkeypatch.setattr(products, "_are_chosen", True)
     monkeypatch.setattr(products, "LEAST_TOKENS", 8)
     monkeypatch.setattr(products, "FEATURES", range(8, 512))
@@ -100,34 +102,44 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     monkeypatch.setattr(dispatch, "forward", forward_in_float32)
     monkeypatch.setattr(dispatch, "backward", backward_in_float32)
     compile_block = nn.Module.compile
-    monkeypatch.setattr(
-        nn.Module, "compile", partialmethod(compile_block, backend="aot_eager_decomp_partition")
-    )
+    monkeypatch.setattr(nn.Module, "compile", partialmethod(compile_block, backend=backend))
     return found
 
 
-def loss_of(is_compiled: bool, mode: str = "none") -> tuple[Tensor, nn.Module]:
-    sizes = ["model.hidden=32", "model.layers=1", "model.heads=2", "data.context=64"]
-    sizes += ["attention.segment_lengths=[16,64]", "attention.dilation_rates=[1,2]"]
-    rounded = ["train.precision=bf16", "train.residual_precision=bf16"]
-    run = load_run(None, [*sizes, *rounded, f"train.activation_checkpointing={mode}"], world=1)
+@pytest.fixture
+def _is_by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packed_attention, "choose_backend", lambda *_: Backend("triton", ""))
+
+
+SIZES = ["model.hidden=32", "model.layers=1", "model.heads=2", "data.context=64"]
+SIZES += ["attention.segment_lengths=[16,64]", "attention.dilation_rates=[1,2]"]
+SIZES += ["train.precision=bf16", "train.residual_precision=bf16"]
+
+
+def new_model(is_compiled: bool, *options: str) -> nn.Module:
+    run = load_run(None, [*SIZES, *options], world=1)
     torch.manual_seed(0)
     model = build_decoder(run, torch.device("cpu"))
     apply_to_blocks(model, run.train.model_copy(update={"compile": is_compiled}))
-    tokens = torch.randint(256, (1, 64))
+    return model
+
+
+def loss_of(model: nn.Module, **options: Any) -> Tensor:
+    tokens = torch.arange(64)[None] * 37 % 256
     with torch.autocast("cpu", torch.bfloat16):
-        return model(tokens, tokens), model
+        loss: Tensor = model(tokens, tokens, **options)
+    return loss
 
 
+@pytest.mark.usefixtures("_is_by_kernels")
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_compiled_blocks_take_it(
-    mode: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("calls", ["aot_eager_decomp_partition"], indirect=True, ids=[""])
+def test_compiled_blocks_take_it(mode: str, calls: list[Any]) -> None:
     """Attention runs again only if all activations are recomputed."""
-    monkeypatch.setattr(packed_attention, "choose_backend", lambda *_: Backend("triton", ""))
     found = []
     for is_compiled in (False, True):
-        loss, model = loss_of(is_compiled, mode)
+        model = new_model(is_compiled, f"train.activation_checkpointing={mode}")
+        loss = loss_of(model)
         assert len(calls) == is_compiled
         loss.backward()
         found.append([loss, *(p.grad for p in model.parameters())])
@@ -136,27 +148,103 @@ def test_compiled_blocks_take_it(
         assert (eager - compiled).norm() <= 0.02 * eager.norm()
 
 
+@pytest.mark.usefixtures("_is_by_kernels")
+@pytest.mark.parametrize("calls", ["aot_eager_decomp_partition"], indirect=True, ids=[""])
+def test_it_keeps_parameters_of_16_bits_themselves(
+    calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no copy of all three, which the plan would not know."""
+    rounded = ["train.parameter_precision=bf16", "train.optimizer=adamw8bit"]
+    kept = []
+    for is_packed in (True, False):
+        if not is_packed:
+            monkeypatch.setattr(decoder, "packs", lambda *_: False)
+        model = new_model(True, *rounded).to(torch.bfloat16)
+        parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(x: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+            return x
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+            loss_of(model)
+        kept.append(sum(size for place, size in saved.items() if place not in parameters))
+    assert len(calls) == 1
+    assert kept[0] <= kept[1]
+
+
 def test_attention_of_another_backend_stays_apart(calls: list[Any]) -> None:
     """Here strided views, the choice on a CPU."""
-    loss_of(is_compiled=True)
+    loss_of(new_model(True))
     assert not calls
+
+
+@pytest.mark.usefixtures("_is_by_kernels")
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["model.learnable_sinks=true"],
+        ["model.family=qwen3"],  # with norms of queries and keys
+        ["model.attention_bias=true"],
+        ["model.lora.rank=4"],
+        ["model.linear=low_rank", "model.sketch.rank=4"],
+        ["train.freeze=['*attention.query*']"],
+        ["train.residual_precision=fp32"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_what_the_operator_does_not_know_stays_apart(options: list[str], calls: list[Any]) -> None:
+    loss_of(new_model(True, *options))
+    assert not calls
+
+
+@pytest.mark.usefixtures("_is_by_kernels")
+@pytest.mark.parametrize(
+    "kind", ["documents", "hook", "subclass", "attend", "few tokens", "not chosen"]
+)
+def test_what_replaces_its_parts_keeps_them_apart(
+    kind: str, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = new_model(True)
+    attention = model.blocks[0].attention  # type: ignore[index, union-attr]
+    given: dict[str, Any] = {}
+    match kind:
+        case "documents":
+            given["documents"] = torch.arange(64)[None] // 20
+        case "hook":
+            attention.value.register_forward_hook(lambda _layer, _inputs, out: 2 * out)
+        case "subclass":
+            attention.key.__class__ = type("Other", (nn.Linear,), {})
+        case "attend":
+            attention.attend = partial(attend, backend="reference")
+        case "few tokens":
+            monkeypatch.setattr(products, "LEAST_TOKENS", 128)
+        case _:
+            monkeypatch.setattr(products, "_are_chosen", False)
+    loss_of(model, **given)
+    assert not calls
+
+
+TWO_BRANCHES = Dilated((256, 512), (1, 2))
+WITHOUT_RATE_1 = Dilated((512, 1024), (2, 4))  # rows that no branch keeps
+BEYOND_THE_SEQUENCE = doubling(256, 2048)
 
 
 @pytest.mark.usefixtures("interpreter")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles its kernels")
-@pytest.mark.parametrize("kv_heads", [2, 1])
-@pytest.mark.parametrize("dims", [64, 128])
 @pytest.mark.parametrize(
-    "pattern",
+    ("pattern", "dims", "kv_heads"),
     [
-        Dilated((256, 512), (1, 2)),
-        Dilated((512, 1024), (2, 4)),  # rows that no branch keeps
-        doubling(256, 2048),
+        (TWO_BRANCHES, 64, 2),
+        (TWO_BRANCHES, 128, 1),
+        (WITHOUT_RATE_1, 64, 2),
+        (WITHOUT_RATE_1, 64, 1),
+        (BEYOND_THE_SEQUENCE, 128, 2),
     ],
-    ids=["two branches", "without rate 1", "beyond the sequence"],
 )
 def test_it_equals_its_parts_by_the_kernels_for_whole_segments(
-    kv_heads: int, dims: int, pattern: Dilated
+    pattern: Dilated, dims: int, kv_heads: int
 ) -> None:
     check((1, 1024, 64), 2, kv_heads, dims, pattern, torch.empty(0), epsilons=16)
 
@@ -168,7 +256,20 @@ def test_it_equals_its_parts_in_slabs(kv_heads: int, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("longspan.attention.kernels.schedule.PARTIAL_BYTES", 1)
     monkeypatch.setattr(dispatch, "_calls", dispatch.Call)  # the cached one remembers its slabs
     like = torch.empty(0)
-    check((2, 1024, 64), 2, kv_heads, 64, Dilated((256, 512), (1, 2)), like, epsilons=16)
+    check((2, 1024, 64), 2, kv_heads, 64, TWO_BRANCHES, like, epsilons=16)
+
+
+@pytest.mark.usefixtures("interpreter")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles its kernels")
+def test_deterministic_algorithms_sum_dq_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    from longspan.attention.kernels.whole_segments import WholeSegments
+
+    monkeypatch.delattr(WholeSegments, "backward")  # sums in any order
+    torch.use_deterministic_algorithms(True)
+    try:
+        check((1, 512, 64), 2, 2, 64, TWO_BRANCHES, torch.empty(0), epsilons=16)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.gpu

@@ -7,14 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from longspan.attention import Window
+from longspan.attention import Dense, Window
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.hardware import cpu_device, devices
 from longspan.planning.collective_time import collective_s, exposed_s
 from longspan.planning.communication import Traffic
 from longspan.planning.fitting import quantiles
-from longspan.planning.rates import RunRates, band_of, efficiencies
+from longspan.planning.rates import RunRates, band_of, efficiencies, rates_of
 from longspan.planning.run_time import attention_rate, predict
 from longspan.runfile import load_run
 
@@ -257,11 +257,18 @@ def test_cpu_processes_share_the_machine() -> None:
     assert cpu_device(4).flops["fp32"] * 4 == cpu_device(1).flops["fp32"]
 
 
-@pytest.mark.parametrize(("head_dim", "measured"), [(64, 278e12), (128, 358e12)])
+@pytest.mark.parametrize(("head_dim", "measured"), [(64, 323e12), (128, 374e12)])
 def test_the_rate_of_windows_is_about_the_measured_one(head_dim: int, measured: float) -> None:
     """See docs/measurements.md: a window of 4,096 with 64 sinks on an H200."""
-    found = attention_rate(Window(4096, sinks=64), head_dim, RunRates()) * 989e12
-    assert found == pytest.approx(measured, rel=0.2)
+    found = attention_rate(Window(4096, sinks=64), head_dim, rates_of(H200), H200) * 989e12
+    assert found == pytest.approx(measured, rel=0.1)
+
+
+def test_dense_attention_has_the_rate_of_the_kernels_that_serve_it() -> None:
+    rates = RunRates(dense=0.6, dilated=0.7, half_head_dim=FREE)
+    a100 = devices()["a100"]
+    found = [attention_rate(Dense(), dim, rates, gpu) for gpu in (H200, a100) for dim in (64, 128)]
+    assert found == pytest.approx([0.7, 0.6, 0.6, 0.6])
 
 
 def test_products_in_fp8_take_the_time_of_its_peak_and_of_the_casts() -> None:

@@ -200,7 +200,8 @@ class MeasuredRow(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True, strict=True, allow_inf_nan=False)
 
-    device: Annotated[str, Field(max_length=100)]
+    device: Annotated[str, Field(max_length=100)] | None
+    """None if it is not in the table of GPUs."""
     overrides: Annotated[tuple[Override, ...], Field(strict=False, max_length=50)]
     tokens_per_s: Annotated[float, Field(ge=1e-3, le=1e12)] | None = None
     """None if it ran out of memory."""
@@ -222,11 +223,15 @@ class _Result(BaseModel):
 
     @field_validator("rows", mode="before")
     @classmethod
-    def _without_plain_models(cls, rows: Any) -> Any:
-        """`bench train` has some, which are no runs of ours."""
+    def _of_whole_steps(cls, rows: Any) -> Any:
+        """`bench train` also has plain models, and first steps, with their compilation."""
         if not isinstance(rows, list):
             return rows
-        return [row for row in rows if not isinstance(row, dict) or "overrides" in row]
+        return [row for row in rows if not isinstance(row, dict) or _is_of_whole_steps(row)]
+
+
+def _is_of_whole_steps(row: Mapping[str, Any]) -> bool:
+    return "overrides" in row and row.get("warm_up") != 0
 
 
 def refit(files: Sequence[Path]) -> str:
@@ -235,9 +240,9 @@ def refit(files: Sequence[Path]) -> str:
     rows = [row for result in results for row in result.rows if row.tokens_per_s is not None]
     if len(rows) < FEWEST:
         raise UserError(f"{len(rows)} runs are too few to fit to: give at least {FEWEST}")
-    names = {row.device for row in rows}
-    if len(names) > 1 or "cpu" in names:
-        raise UserError(f"the runs must be of one GPU, got {', '.join(sorted(names))}")
+    names = {row.device or "one that is not in the table" for row in rows}
+    if len(names) > 1 or not {row.device for row in rows}.isdisjoint(("cpu", None)):
+        raise UserError(f"the runs must be of one GPU of the table, got {', '.join(sorted(names))}")
     (name,) = names
     rates, errors = fit_rates(rows, device_of(name))
     source = ", ".join(sorted({result.machine for result in results}))

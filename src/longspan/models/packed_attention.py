@@ -31,6 +31,8 @@ def packs(layers: Sequence[nn.Module], x: Tensor, pattern: Pattern, head_dim: in
         return False
     if any(layer.bias is not None or isinstance(layer.weight, DTensor) for layer in layers):
         return False
+    if len({layer.weight.requires_grad for layer in layers}) > 1:  # the gradients are one tensor
+        return False
     widths = [len(layer.weight) for layer in layers]  # type: ignore[arg-type]
     return (
         x.dtype == autocast_dtype(x) == torch.bfloat16
@@ -54,18 +56,20 @@ def attend_packed(
 
     `layers` project it to queries, keys and values; `table` is RoPE's.
     """
-    weight = torch.cat([layer.weight for layer in layers]).to(x.dtype)  # type: ignore[misc]
-    heads = len(layers[0].weight) // head_dim  # type: ignore[arg-type]
+    weights: list[Tensor] = [layer.weight.to(x.dtype) for layer in layers]  # type: ignore[misc]
+    heads = len(weights[0]) // head_dim
     out: Tensor
     # As the backward pass keeps them: of x in its own shape the compiler would write a second copy.
     rows = x.flatten(0, -2)
-    out, *_ = packed_attention(rows, weight, table, heads, head_dim, *flatten(pattern))
+    out, *_ = packed_attention(rows, *weights, table, heads, head_dim, *flatten(pattern))
     return out
 
 
 def _forward(
     rows: Tensor,
-    weight: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     table: Tensor,
     heads: int,
     head_dim: int,
@@ -82,6 +86,7 @@ def _forward(
     from longspan.attention.kernels.rotary import rotate
 
     pattern = unflatten(segment_lengths, dilation_rates, blocks, first_head)
+    weight = torch.cat([query, key, value])
     packed = rows.new_empty(len(rows), len(weight))
     product(rows, weight.T, out=packed)
     packed = packed.view(-1, table.shape[1], len(weight) // head_dim, head_dim)
@@ -119,12 +124,13 @@ packed_attention_backward = torch.library.custom_op(
 
 @packed_attention.register_fake
 def _(
-    rows: Tensor, weight: Tensor, table: Tensor, heads: int, head_dim: int, *_: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    rows: Tensor, query: Tensor, key: Tensor, _value: Tensor, table: Tensor, heads: int,
+    head_dim: int, *_: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     tokens = table.shape[1]
-    batch = rows.shape[0] // tokens
+    batch, all_heads = rows.shape[0] // tokens, (query.shape[0] + 2 * key.shape[0]) // head_dim
     lse = rows.new_empty(batch, heads, tokens, dtype=torch.float32)
-    packed = rows.new_empty(batch, tokens, weight.shape[0] // head_dim, head_dim)
+    packed = rows.new_empty(batch, tokens, all_heads, head_dim)
     return rows.new_empty(batch, tokens, heads, head_dim), lse, packed
 
 
@@ -134,17 +140,20 @@ def _(_grad: Tensor, packed: Tensor, *_: Any) -> Tensor:
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    rows, weight, table, *ctx.settings = inputs
+    rows, query, key, value, table, *ctx.settings = inputs
     out, lse, packed = output
-    ctx.save_for_backward(rows, weight, table, out, lse, packed)
+    ctx.save_for_backward(rows, query, key, value, table, out, lse, packed)
     ctx.mark_non_differentiable(lse, packed)
 
 
 def _gradients(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    rows, weight, table, out, lse, packed = ctx.saved_tensors
+    rows, query, key, value, table, out, lse, packed = ctx.saved_tensors
     of_packed = packed_attention_backward(grad, packed, out, lse, table, *ctx.settings)
     of_packed = of_packed.flatten(2).flatten(0, 1)
-    return of_packed @ weight, of_packed.T @ rows, *[None] * 7
+    # Joined again, since each may be a parameter, which needs no memory to keep.
+    of_rows = of_packed @ torch.cat([query, key, value])
+    of_weights = (of_packed.T @ rows).split([len(query), len(key), len(value)])
+    return of_rows, *of_weights, *[None] * 7
 
 
 packed_attention.register_autograd(_gradients, setup_context=_save)

@@ -36,7 +36,10 @@ class RunRates(MatmulRates):
     dense: float = 0.62
     """Attention by the dense pattern: of the peak, with heads so wide that it does not matter."""
     dilated: float = 0.45
-    """The same of dilated branches; a pair counts once for each branch that contains it."""
+    """The same of dilated branches, a pair of which counts once for each that contains it, and of
+    the dense pattern where the same kernels serve it."""
+    window: float = 0.45
+    """The same of windows."""
     block_sparse: float = 0.5
     """The same of blocks, also of those in dilated branches."""
     half_head_dim: float = 25.0

@@ -50,6 +50,8 @@ FORWARD_TRAFFIC = 0.35
 """The share of the forward pass in these bytes."""
 ATTENTION_BACKWARD = 2.5
 """FLOPs of the backward pass of attention, in units of the forward pass."""
+OWN_DENSE_KERNELS = ("h100-pcie", "h100", "h200")
+"""Devices on which our kernels serve the dense pattern, where head_dim is 64."""
 RECOMPUTE_HOST = {"none": 0.0, "selective": 0.35, "full": 0.35}
 """What the host launches again, of the launches of a block."""
 
@@ -236,7 +238,9 @@ def _layer(
     forward, backward, casts = block_products(run, tokens, shape.tensor, device, rates)
     samples = train.micro_batch / (shape.ranks["sequence"] * shape.tensor)
     flops = samples * attention_flops(model, pattern, run.data.context)
-    attention = flops / (shape.attention_peak * attention_rate(pattern, model.head_dim, rates))
+    attention = flops / (
+        shape.attention_peak * attention_rate(pattern, model.head_dim, rates, device)
+    )
     bandwidth = device.bandwidth * rates.bandwidth
     traffic = _block_bytes(run, shape) * rates.block_traffic / bandwidth
     if not shape.is_compiled:
@@ -294,13 +298,15 @@ def _tiles_s(run: Run, tokens: float, forward: float, not_full: float, bandwidth
     return not_full * share * forward + sums / bandwidth
 
 
-def attention_rate(pattern: Pattern, head_dim: int, rates: RunRates) -> float:
+def attention_rate(pattern: Pattern, head_dim: int, rates: RunRates, device: Device) -> float:
     """The fraction of the peak that attention reaches."""
     is_dilated = isinstance(pattern, Dilated) and pattern.blocks is None
-    if isinstance(pattern, Dense) and head_dim != 64:
+    if isinstance(pattern, Dense) and not (head_dim == 64 and device.name in OWN_DENSE_KERNELS):
         rate = rates.dense
-    elif is_dilated or isinstance(pattern, Dense | Window):
-        rate = rates.dilated  # our kernels, which share their loops
+    elif is_dilated or isinstance(pattern, Dense):
+        rate = rates.dilated
+    elif isinstance(pattern, Window):
+        rate = rates.window
     else:
         rate = rates.block_sparse
     return rate * head_dim / (head_dim + rates.half_head_dim)
