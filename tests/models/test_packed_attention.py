@@ -48,7 +48,10 @@ def check(
     like: Tensor,
     epsilons: float = 4,
 ) -> None:
-    """The operator in the dtype of `like` against its parts in float64, forward and backward."""
+    """The operator in the dtype of `like` against its parts in float64, forward and backward.
+
+    In 16 bits with at most thrice the error of the parts in 16 bits.
+    """
     batch, tokens, hidden = shape
     device, dtype = like.device, like.dtype
     x = torch.randn(shape, device=device).to(dtype)
@@ -65,9 +68,15 @@ def check(
     exact = separate(*theirs, table.double(), heads, dims, pattern)
     found = [out, *torch.autograd.grad(out, ours, grad)]
     wanted = [exact, *torch.autograd.grad(exact, theirs, grad.double())]
-    for a, b in zip(found, wanted, strict=True):
+    bounds = [epsilons * torch.finfo(dtype).eps * b.norm() for b in wanted]
+    if dtype.itemsize == 2:
+        parts = [tensor.clone().requires_grad_() for tensor in (x, weight)]
+        plain = separate(*parts, table, heads, dims, pattern)
+        rounded = [plain, *torch.autograd.grad(plain, parts, grad)]
+        bounds = [3 * (a - b).norm() for a, b in zip(rounded, wanted, strict=True)]
+    for a, b, bound in zip(found, wanted, bounds, strict=True):
         assert a.shape == b.shape
-        assert (a - b).norm() <= epsilons * torch.finfo(dtype).eps * b.norm()
+        assert (a - b).norm() <= bound
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
