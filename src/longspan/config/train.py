@@ -115,6 +115,9 @@ class Train(Section):
     checkpoints and evaluation are those of `precision`, which must be bf16."""
     compile: Literal["auto", True, False] = "auto"
     """Compiles each block with torch.compile; "auto" is on for CUDA."""
+    cuda_graphs: bool = False
+    """Captures the forward and backward pass of a micro-batch as CUDA graphs, after three of them:
+    for steps of so few tokens that the host limits them."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing (recomputation in the backward pass) of each block: "selective"
     saves only matrix products and attention, "full" saves only the block's input."""

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from longspan.checkpoint import Region, TensorShard
 from longspan.config import Layout, Train
 from longspan.data import Batch
+from longspan.engines.captured import CapturedPass, Inputs
 from longspan.engines.decoder_spec import DecoderSpec
 from longspan.engines.loss_scale import LossScale
 from longspan.engines.module_pipeline import PipelinedModule
@@ -55,6 +56,10 @@ class NativeEngine:
         self.module = spec.materialize(module, mesh, layout, train, device)
         self.optimizer = make_optimizer(self.model)
         self._parameters = list(named_parameters(self.model))
+        self._captured: CapturedPass | None = None
+        if train.cuda_graphs is True:
+            trained = [p for _, p in self._parameters if p.requires_grad]
+            self._captured = CapturedPass(self._run_pass, trained)
 
     def _prepare(
         self,
@@ -104,6 +109,12 @@ class NativeEngine:
                 options = scale * factor, self._forward_context, sync
                 total += self._chunked.backward(self.module, inputs, *options) / factor
                 continue
+            if self._captured is not None:
+                assert isinstance(self._spec, DecoderSpec)
+                assert isinstance(micro_batch, Batch)
+                inputs = self._spec.local(micro_batch.to(self._device))
+                total += self._captured(inputs, scale * factor) / factor
+                continue
             with self._gradient_sync(is_last=index == len(micro_batches)):
                 with self._forward_context():
                     loss, count = self._spec.loss(self.module, micro_batch.to(self._device))
@@ -112,6 +123,12 @@ class NativeEngine:
             total += loss.detach()
             counts = add_count(counts, count)
         return total, counts
+
+    def _run_pass(self, inputs: Inputs, scale: Tensor) -> Tensor:
+        with self._forward_context():
+            loss: Tensor = self.module(*inputs) * scale
+        self._backward(loss)
+        return loss.detach()
 
     @contextmanager
     def _gradient_sync(self, *, is_last: bool) -> Iterator[None]:
