@@ -62,6 +62,10 @@ def resolve(run: Run, device: torch.device) -> Run:
         raise UserError(
             "track.memory_snapshot = true needs a CUDA GPU, but the device is a CPU: set false"
         )
+    if train.cuda_graphs is True and device.type != "cuda":
+        raise UserError(
+            "train.cuda_graphs = true needs a CUDA GPU, but the device is a CPU: set false"
+        )
     if device.type == "cuda" and run.model.head_dim % 8:
         raise UserError(
             "model.head_dim must be a multiple of 8 on a GPU, but it is "

@@ -39,6 +39,7 @@ HERE = [
     "train.residual_precision=fp32",
     "train.fp8=false",
     "train.mlp_tile_tokens=0",
+    "train.cuda_graphs=auto",
     *ONE_PROCESS,
 ]
 """Overrides with which a run's model is used on this machine, in one process."""

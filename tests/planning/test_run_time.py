@@ -24,7 +24,7 @@ PERFECT = RunRates(
     matmul=1, half_rows=FREE, half_columns=FREE, dense=1, dilated=1, half_head_dim=FREE,
     block_traffic=FREE, loss_traffic=FREE, weight_traffic=FREE, optimizer_traffic=FREE,
     host_s=FREE, step_s=FREE, sharpness=64, link=1e6, network=1e6, link_latency_s=FREE,
-    network_latency_s=FREE, bandwidth=1e9, offload_waits=FREE,
+    network_latency_s=FREE, bandwidth=1e9, offload_waits=FREE, graph_gaps_s=FREE,
 )  # fmt: skip
 SMALL = ["model.preset=125m", "model.vocab=1024", "data.context=4096", "train.micro_batch=2"]
 SMALL += ["train.global_batch=16", "attention.kind=dense"]
@@ -78,10 +78,20 @@ def test_a_pipeline_waits_for_its_slowest_stage_and_its_bubble() -> None:
 
 def test_a_host_slower_than_the_device_sets_the_pace() -> None:
     slow = replace(PERFECT, host_s=1.0)
-    found = predict(small_run(), 1, H200, slow)
+    launched = "train.cuda_graphs=false"
+    found = predict(small_run(launched), 1, H200, slow)
     assert found.step_s == pytest.approx(8 * 12 * 1.0, rel=1e-2)
-    eager = predict(small_run("train.compile=false"), 1, H200, slow)
+    eager = predict(small_run("train.compile=false", launched), 1, H200, slow)
     assert eager.step_s == pytest.approx(slow.eager_host * found.step_s, rel=1e-2)
+
+
+def test_a_graph_waits_for_no_host_but_has_gaps_between_its_kernels() -> None:
+    slow = replace(PERFECT, host_s=1.0, graph_gaps_s=0.5)
+    found = predict(small_run(), 1, H200, slow)
+    assert found.parts["gaps in graphs"] == pytest.approx(8 * 12 * 0.5)
+    assert "host" not in found.parts
+    split = predict(small_run("layout.shard=2", world=2), 2, H200, slow)
+    assert split.parts["host"] == pytest.approx(4 * 12 * 1.0, rel=1e-2)
 
 
 def test_offload_copies_shards_and_steps_on_the_cpu() -> None:

@@ -25,8 +25,9 @@ from longspan.wording import counted
 if TYPE_CHECKING:
     from longspan.config import Run
 
-SCHEDULE = {"wait": 2, "active": 3}
-"""Of [track.profile] for a run without one. The first step compiles."""
+SCHEDULE = {"wait": 5, "active": 3}
+"""Of [track.profile] for a run without one. The first step compiles, the fourth or fifth captures
+CUDA graphs."""
 
 
 class _Profiled(Exception):

@@ -115,9 +115,10 @@ class Train(Section):
     checkpoints and evaluation are those of `precision`, which must be bf16."""
     compile: Literal["auto", True, False] = "auto"
     """Compiles each block with torch.compile; "auto" is on for CUDA."""
-    cuda_graphs: bool = False
-    """Captures the forward and backward pass of a micro-batch as CUDA graphs, after three of them:
-    for steps of so few tokens that the host limits them."""
+    cuda_graphs: Literal["auto", True, False] = "auto"
+    """Captures the forward and backward pass of a micro-batch as CUDA graphs, for steps of so few
+    tokens that the host limits them. "auto" does so on one GPU with up to 65,536 tokens per
+    micro-batch, where nothing else in the run file stands against it."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing (recomputation in the backward pass) of each block: "selective"
     saves only matrix products and attention, "full" saves only the block's input."""

@@ -17,6 +17,7 @@ from longspan.engines.spec import ModelSpec
 from longspan.models import new_decoder
 from longspan.parallel.mesh import ParallelMesh
 from longspan.parallel.pipeline import ForwardContext
+from longspan.rules import takes_graphs
 
 __all__ = [
     "DecoderSpec",
@@ -46,7 +47,8 @@ def open_engine(
     make_optimizer = make_optimizer or partial(build_optimizer, train=run.train)
     common = (spec, mesh, run.train, device, make_optimizer, forward_context)
     if run.engine.name == "native":
-        return NativeEngine(*common, run.layout)
+        captures = device.type == "cuda" and takes_graphs(run, mesh.world.size)
+        return NativeEngine(*common, run.layout, captures=captures)
     mode = accelerate_mode(run.engine.mode, mesh.ranks["shard"])
     if run.engine.name == "accelerate":
         accelerate_settings(run, mesh.ranks)  # refuses what contradicts the run file

@@ -40,6 +40,7 @@ class NativeEngine:
 
     module: nn.Module
     optimizer: torch.optim.Optimizer
+    _captured: CapturedPass | None = None
 
     def __init__(
         self,
@@ -50,16 +51,18 @@ class NativeEngine:
         make_optimizer: MakeOptimizer,
         forward_context: ForwardContext,
         layout: Layout,
+        *,
+        captures: bool = False,
     ) -> None:
+        """`captures`: whether passes become CUDA graphs."""
         self._prepare(spec, mesh, train, device, forward_context)
         module = spec.parallelize(mesh, layout, train, forward_context)
         self.module = spec.materialize(module, mesh, layout, train, device)
         self.optimizer = make_optimizer(self.model)
         self._parameters = list(named_parameters(self.model))
-        self._captured: CapturedPass | None = None
-        if train.cuda_graphs is True:
-            trained = [p for _, p in self._parameters if p.requires_grad]
-            self._captured = CapturedPass(self._run_pass, trained)
+        trained = [parameter for _, parameter in self._parameters if parameter.requires_grad]
+        if captures:
+            self._captured = CapturedPass(trained)
 
     def _prepare(
         self,
@@ -113,7 +116,7 @@ class NativeEngine:
                 assert isinstance(self._spec, DecoderSpec)
                 assert isinstance(micro_batch, Batch)
                 inputs = self._spec.local(micro_batch.to(self._device))
-                total += self._captured(inputs, scale * factor) / factor
+                total += self._captured(self._run_pass, inputs, scale * factor) / factor
                 continue
             with self._gradient_sync(is_last=index == len(micro_batches)):
                 with self._forward_context():

@@ -211,7 +211,8 @@ class Decoder(nn.Module):
         """Of `count` tokens of each of samples (batch,), or this rank's part of them."""
         if samples is None:
             return None
-        positions = torch.arange(count) if self.positions is None else self.positions
+        given = self.positions
+        positions = torch.arange(count, device=samples.device) if given is None else given
         return self.dropout.keys(samples, positions)
 
     def forward(

@@ -73,6 +73,8 @@ class RunRates(MatmulRates):
     split_host: float = 2.0
     """How often that if ranks split the block's tensors: collectives are launched, and the compiler
     leaves them out."""
+    graph_gaps_s: float = 1e-4
+    """Seconds between the kernels of a block, forward and backward, that are one CUDA graph."""
     sharpness: float = 4.0
     """p of the p-norm between device and host: infinite if the slower one hides the other, 1 if
     each waits for the other."""

@@ -41,6 +41,7 @@ from longspan.planning.communication import communication
 from longspan.planning.product_time import block_products, precision_peak, product_peak
 from longspan.planning.rates import RunRates, rates_of
 from longspan.planning.step_time import matmul_s, slower_of
+from longspan.rules import takes_graphs
 
 HIDDEN_BYTES, WIDE_BYTES = 64, 8
 """Bytes that a block's other operators move per token, forward and backward: of a hidden feature
@@ -217,6 +218,7 @@ class _Shape:
         self.attention_peak = precision_peak(precision, device)
         self.width = 4 if precision == "fp32" else 2
         self.is_compiled = not is_cpu if train.compile == "auto" else train.compile
+        self.has_graphs = not is_cpu and takes_graphs(run, gpus)
         shards = self.tensor * ranks["pipeline"] * ranks["shard"] * ranks["sequence"]
         self.local_parameters = count_trained(model, train.freeze) / shards
         """That the optimizer of a rank updates."""
@@ -263,7 +265,10 @@ def _layer(
     if shape.tensor > 1 or shape.ranks["sequence"] > 1:
         host *= rates.split_host
     device_s = sum(found.values())
-    found["host"] = float(slower_of(device_s, host, rates.sharpness)) - device_s
+    if shape.has_graphs:
+        found["gaps in graphs"] = rates.graph_gaps_s
+    else:
+        found["host"] = float(slower_of(device_s, host, rates.sharpness)) - device_s
     if train.offload_activations:
         # Copied out during the forward pass and in during the backward pass, on their own streams.
         in_forward = forward + attention + FORWARD_TRAFFIC * traffic

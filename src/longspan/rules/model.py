@@ -269,6 +269,9 @@ def factory_rules(model: Model, train: Train) -> Problems:
     if train.fp8:
         message = "true is not supported with model.factory: convert its layers in the factory"
         yield Problem("train.fp8", message)
+    if train.cuda_graphs is True:
+        message = "true is not supported with model.factory: use false"
+        yield Problem("train.cuda_graphs", message)
     if train.ema:
         message = "is not supported with model.factory: average in the task's optimizer"
         yield Problem("train.ema", message)

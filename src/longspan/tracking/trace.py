@@ -26,6 +26,7 @@ TOP = 10
 MAX_BYTES = 64 << 20
 """The size of a summary file, far above that of 10,000 ranks."""
 
+GRAPH_LAUNCH = "cudaGraphLaunch"
 KERNEL, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
 COLLECTIVE_KERNEL = re.compile(r"nccl|nvshmem|multimem_|one_shot_|two_shot_", re.IGNORECASE)
 COLLECTIVE = re.compile(
@@ -67,7 +68,8 @@ class StepTimes:
     exposed_copy_s: float
     idle_s: float
     peak_bytes: int | None
-    """Peak allocated memory of the GPU; None on a CPU, whose allocations are only known in part."""
+    """Peak allocated memory of the GPU; None on a CPU, whose allocations are only known in part,
+    and with CUDA graphs, which allocate nothing when they run."""
 
 
 @dataclass(frozen=True)
@@ -181,6 +183,7 @@ def summarise(events: Iterable[Event], steps: Sequence[int]) -> TraceSummary:
             memory.append(event)
     windows = sorted(windows)[: len(steps)]
     on_gpu = any(event.get("cat") == KERNEL for event in spans)
+    has_graphs = any(event["name"] == GRAPH_LAUNCH for event in spans)
     memory = [event for event in memory if (event["args"].get("Device Type") == 1) == on_gpu]
     compute, communication, copies = _gpu_work(spans) if on_gpu else _cpu_work(spans)
     exposed = difference(communication, compute)
@@ -193,7 +196,7 @@ def summarise(events: Iterable[Event], steps: Sequence[int]) -> TraceSummary:
         )
         idle = max(0.0, wall - computed - waited - moved)  # rounding
         allocated = [e["args"].get("Total Allocated", 0) for e in memory if _is_in(e, [window])]
-        peak = max(allocated, default=None) if on_gpu else None
+        peak = max(allocated, default=None) if on_gpu and not has_graphs else None
         times.append(StepTimes(step, wall, computed, communicated, waited, moved, idle, peak))
     operators = _operators_by_name(spans, memory, windows, on_gpu=on_gpu)
     return TraceSummary("cuda" if on_gpu else "cpu", times, operators)

@@ -29,6 +29,7 @@ from longspan.parallel.mesh import ParallelMesh, open_mesh
 from longspan.parallel.norms_by_layer import NormsByLayer
 from longspan.parallel.world import World, world_of_environment
 from longspan.progress import tolerant_stderr, waiting
+from longspan.rules import takes_graphs
 from longspan.runfile import check_run_folder
 from longspan.torch_internals import end_compile_workers
 from longspan.tracking import (
@@ -253,7 +254,7 @@ def _train(
             )
             summary = task.summary(engine, mesh, is_new=saved is None)
             planned = {} if predicted is None else {"predicted": str(predicted)}
-            reporter.print_table({**summary, **_device_rows(run), **planned})
+            reporter.print_table({**summary, **_device_rows(run, mesh.world.size), **planned})
             if evaluation.why_empty:
                 reporter.print(f"no evaluation: {evaluation.why_empty}")
             history.write(
@@ -344,12 +345,14 @@ def _train(
     )
 
 
-def _device_rows(run: Run) -> dict[str, str]:
+def _device_rows(run: Run, world: int) -> dict[str, str]:
     train = run.train
     engine = {} if run.engine.name == "native" else {"engine": run.engine.name}
     compiled = ", compiled" if train.compile else ""
     fp8 = ", linear layers in fp8" if train.fp8 else ""
-    return {**engine, "device": f"{train.device}, {train.precision}{fp8}{compiled}"}
+    has_graphs = train.device == "cuda" and takes_graphs(run, world)
+    graphs = ", CUDA graphs" if has_graphs else ""
+    return {**engine, "device": f"{train.device}, {train.precision}{fp8}{compiled}{graphs}"}
 
 
 @contextmanager

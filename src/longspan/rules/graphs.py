@@ -1,0 +1,51 @@
+"""What `train.cuda_graphs` asks of the other keys, and when "auto" takes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from longspan.config import Attention, Data, Engine, Layout, Run, Train
+from longspan.rules.problem import Problem, Problems
+
+MOST_TOKENS = 65_536
+"""Of a micro-batch, for "auto": beyond, the host launches kernels long before the device is ready
+for them, and what a pass needs is better shared with evaluations."""
+CAPTURED_KINDS = ("dense", "dilated")
+"""The kernels of other kinds of attention read tables in caches that may drop them."""
+
+
+def graph_rules(
+    train: Train, attention: Attention, data: Data, engine: Engine, layout: Layout, world: int
+) -> Problems:
+    if train.cuda_graphs is not True:
+        return
+    if train.device == "cpu":
+        yield Problem("train.cuda_graphs", 'true needs a GPU, but train.device is "cpu": use false')
+    for obstacle in _obstacles(train, attention, data, engine, layout, world):
+        yield Problem("train.cuda_graphs", f"true {obstacle}: use false")
+
+
+def takes_graphs(run: Run, world: int) -> bool:
+    """Whether the passes of a run on GPUs are captured."""
+    train, data = run.train, run.data
+    if train.cuda_graphs != "auto":
+        return train.cuda_graphs
+    if run.model.factory or train.micro_batch * data.context > MOST_TOKENS:
+        return False
+    return not any(_obstacles(train, run.attention, data, run.engine, run.layout, world))
+
+
+def _obstacles(
+    train: Train, attention: Attention, data: Data, engine: Engine, layout: Layout, world: int
+) -> Iterator[str]:
+    other = next((kind for kind in attention.kinds if kind not in CAPTURED_KINDS), None)
+    refused = {
+        f'needs engine.name = "native", but it is "{engine.name}"': engine.name != "native",
+        f"needs one process, but there are {world}": world > 1,
+        f'is not supported with attention.kind = "{other}"': other is not None,
+        'is not supported with data.documents = "isolate"': data.isolates,
+        "is not supported with train.chunk_tokens": train.chunk_tokens > 0 or train.has_auto_chunks,
+        "is not supported with train.offload_activations = true": train.offload_activations,
+        "is not supported with layout.offload = true": layout.offload,
+    }
+    return (message for message, holds in refused.items() if holds)

@@ -1,0 +1,73 @@
+"""`train.cuda_graphs`: what it is refused with, and when "auto" takes them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from longspan.device import resolve
+from longspan.errors import UserError
+from longspan.rules import takes_graphs
+from longspan.runfile import load_run
+
+JOINED = ["data.documents=join"]
+DENSE = [*JOINED, "attention.kind=dense"]
+OBSTACLES = [
+    (DENSE, 2, "needs one process, but there are 2"),
+    ([*DENSE, "engine.name=deepspeed"], 1, 'needs engine.name = "native", but it is "deepspeed"'),
+    (
+        [*JOINED, "attention.kind=window", "attention.window=64"],
+        1,
+        'is not supported with attention.kind = "window"',
+    ),
+    ([*DENSE, "data.documents=isolate"], 1, 'is not supported with data.documents = "isolate"'),
+    ([*DENSE, "train.chunk_tokens=1024"], 1, "is not supported with train.chunk_tokens"),
+    (
+        [*DENSE, "train.offload_activations=true"],
+        1,
+        "is not supported with train.offload_activations",
+    ),
+    ([*DENSE, "layout.offload=true"], 1, "is not supported with layout.offload = true"),
+]
+
+
+@pytest.mark.parametrize(("options", "world", "message"), OBSTACLES)
+def test_what_stands_against_graphs_is_named_and_auto_goes_without(
+    options: list[str], world: int, message: str
+) -> None:
+    gpu = [*options, "train.device=cuda"]
+    with pytest.raises(UserError, match=f"(?m)^  train.cuda_graphs .*true {message}.*: use false$"):
+        load_run(None, [*gpu, "train.cuda_graphs=true"], world=world)
+    assert not takes_graphs(load_run(None, gpu, world=world), world)
+
+
+def test_graphs_are_asked_for_before_chunks_are_known() -> None:
+    chosen = [*DENSE, "train.device=cuda", "train.chunk_tokens=auto"]
+    with pytest.raises(
+        UserError, match=r"true is not supported with train\.chunk_tokens: use false"
+    ):
+        load_run(None, [*chosen, "train.cuda_graphs=true"])
+    assert takes_graphs(load_run(None, chosen), 1)  # whose sequences fit as a whole
+
+
+def test_graphs_need_a_gpu() -> None:
+    asked = [*DENSE, "train.cuda_graphs=true"]
+    with pytest.raises(UserError, match=r'train\.device is "cpu": use false'):
+        load_run(None, [*asked, "train.device=cpu"])
+    run = load_run(None, [*asked, "train.device=auto"])
+    with pytest.raises(UserError, match="needs a CUDA GPU, but the device is a CPU: set false"):
+        resolve(run, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "context", "expected"), [(8, 8192, True), (1, 65536, True), (9, 8192, False)]
+)
+def test_auto_takes_graphs_for_micro_batches_of_few_tokens(
+    micro_batch: int, context: int, expected: bool
+) -> None:
+    sizes = [f"train.micro_batch={micro_batch}", f"train.global_batch={2 * micro_batch}"]
+    sizes += [f"data.context={context}", "train.device=cuda"]
+    run = load_run(None, [*DENSE, *sizes])
+    assert takes_graphs(run, 1) == expected
+    assert takes_graphs(load_run(None, [*DENSE, *sizes, "train.cuda_graphs=true"]), 1)
+    assert not takes_graphs(load_run(None, [*DENSE, *sizes, "train.cuda_graphs=false"]), 1)
