@@ -41,8 +41,9 @@ def uniform(seed: int, index: Tensor, *indices: Tensor) -> Tensor:
     return fold32(state, index, *indices).double() / 2.0**32
 
 
-FACTOR = 0x85EBCA77
-"""Of an index in `fold32`."""
+FACTOR = 0x85EBCA77 - (1 << 32)
+"""Of an index in `fold32`, modulo 2³², with a magnitude below 2³¹: torch.compile multiplies indices
+in int32 on a GPU, where only so does the product have the right 32 bits."""
 
 
 def fold32(state: Tensor | int, *indices: Tensor | int) -> Tensor:

@@ -35,6 +35,15 @@ def test_a_mask_is_a_hash_of_seed_sample_position_site_and_feature() -> None:
                 assert found[i, j, feature].item() == pytest.approx(is_kept / 0.7)
 
 
+@pytest.mark.gpu
+def test_a_compiled_block_drops_the_same_on_a_gpu() -> None:
+    dropout, x = Dropout(0.3, seed=5), torch.ones(2, 64, 1024)
+    keys = dropout.keys(torch.tensor([7, (3 << 31) + 11]), torch.arange(64))
+    compiled = torch.compile(lambda x, keys: dropout(x, keys, 6))
+    found = compiled(x.cuda(), keys.cuda()).cpu()
+    assert torch.equal(found == 0, dropout(x, keys, 6) == 0)
+
+
 def test_parts_of_tokens_and_features_are_parts_of_the_whole_mask() -> None:
     samples, positions = torch.tensor([1, 2]), torch.arange(6)
     whole = Dropout(0.5, seed=1)

@@ -147,6 +147,16 @@ def test_a_cpu_trace_with_known_answers() -> None:
     assert operators["longspan::exchange"].self_s == pytest.approx(10 * us)
 
 
+def test_what_graphs_use_was_allocated_before() -> None:
+    launch = span(trace.GRAPH_LAUNCH, 3, 5, "cuda_runtime")
+    events = [step(0, 0, 100), launch, kernel("gemm", 10, 60), memory(5, 4, 4, 1)]
+    found = summarise(events, [1])
+    assert found.steps[0].peak_bytes is None
+    assert {o.name: (o.calls, o.bytes) for o in found.operators.values()} == {"gemm": (1, 0)}
+    (said,) = trace.summarise_run([trace.summarise_rank(0, {"t": found})], 1).findings[1:2]
+    assert said.startswith("Passes are CUDA graphs")
+
+
 def test_operators_have_the_times_and_bytes_of_torch(tmp_path: Path) -> None:
     # key_averages is torch's own reading of the same events
     weight = torch.randn(64, 64, requires_grad=True)

@@ -69,7 +69,7 @@ class StepTimes:
     idle_s: float
     peak_bytes: int | None
     """Peak allocated memory of the GPU; None on a CPU, whose allocations are only known in part,
-    and with CUDA graphs, which allocate nothing when they run."""
+    and with CUDA graphs, whose memory was allocated before."""
 
 
 @dataclass(frozen=True)
@@ -183,7 +183,8 @@ def summarise(events: Iterable[Event], steps: Sequence[int]) -> TraceSummary:
             memory.append(event)
     windows = sorted(windows)[: len(steps)]
     on_gpu = any(event.get("cat") == KERNEL for event in spans)
-    has_graphs = any(event["name"] == GRAPH_LAUNCH for event in spans)
+    if any(event["name"] == GRAPH_LAUNCH for event in spans):
+        memory = []  # what graphs use was allocated when they were captured
     memory = [event for event in memory if (event["args"].get("Device Type") == 1) == on_gpu]
     compute, communication, copies = _gpu_work(spans) if on_gpu else _cpu_work(spans)
     exposed = difference(communication, compute)
@@ -196,7 +197,7 @@ def summarise(events: Iterable[Event], steps: Sequence[int]) -> TraceSummary:
         )
         idle = max(0.0, wall - computed - waited - moved)  # rounding
         allocated = [e["args"].get("Total Allocated", 0) for e in memory if _is_in(e, [window])]
-        peak = max(allocated, default=None) if on_gpu and not has_graphs else None
+        peak = max(allocated, default=None) if on_gpu else None
         times.append(StepTimes(step, wall, computed, communicated, waited, moved, idle, peak))
     operators = _operators_by_name(spans, memory, windows, on_gpu=on_gpu)
     return TraceSummary("cuda" if on_gpu else "cpu", times, operators)
@@ -385,6 +386,11 @@ def _findings(ranks: Sequence[RankSummary]) -> Iterable[str]:
         yield (
             f"Communication takes {seconds(communication)} of a step, waiting for other ranks "
             f"included; {hidden:.0%} of it overlaps with compute."
+        )
+    if device == "cuda" and all(step.peak_bytes is None for step in ranks[0].steps):
+        yield (
+            "Passes are CUDA graphs, whose kernels have no operators and allocate nothing: profile "
+            "with train.cuda_graphs=false for both."
         )
     slow, fast = _busiest(ranks), min(ranks, key=lambda rank: rank.mean("compute_s"))
     if slow.mean("compute_s") > UNEVEN * fast.mean("compute_s"):
