@@ -10,7 +10,7 @@ from longspan.config import Run
 from longspan.data import Prefetcher, open_source
 from longspan.device import resolve
 from longspan.engines import NativeEngine, open_engine
-from longspan.engines.captured import WARM_UP, CapturedPass, Inputs
+from longspan.engines.captured import WARM_UP, CapturedPass, Inputs, Pass
 from longspan.nn.products import chosen_products
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World
@@ -78,10 +78,8 @@ def with_graphs(run: Run, *, cuda_graphs: bool) -> Run:
     return run.model_copy(update={"train": run.train.model_copy(update=update)})
 
 
-def test_gradients_are_those_of_passes_in_any_order() -> None:
-    """Of other shapes too, first in a step or not, against float64."""
-    torch.manual_seed(0)
-    layer = nn.Linear(16, 4, device="cuda")
+def new_pass(layer: nn.Linear) -> Pass:
+    """A forward and backward pass of the sum of squares of what `layer` makes of its input."""
 
     def run(inputs: Inputs, scale: Tensor) -> Tensor:
         (x,) = inputs
@@ -90,7 +88,14 @@ def test_gradients_are_those_of_passes_in_any_order() -> None:
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    captured = CapturedPass(list(layer.parameters()))
+    return run
+
+
+def test_gradients_are_those_of_passes_in_any_order() -> None:
+    """Of other shapes too, first in a step or not, against float64."""
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 4, device="cuda")
+    run, captured = new_pass(layer), CapturedPass(list(layer.parameters()))
     exact = nn.Linear(16, 4, device="cuda", dtype=torch.float64)
     exact.load_state_dict(layer.state_dict())
     steps = [[8]] * (WARM_UP + 1) + [[8, 8, 8], [5, 8], [8, 5, 8], [5], [8, 8], [8]]
@@ -109,3 +114,26 @@ def test_gradients_are_those_of_passes_in_any_order() -> None:
             torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5)
     assert captured._first is not None
     assert captured._next is not None
+
+
+def test_a_capture_that_runs_out_of_memory_says_so_and_can_be_tried_again() -> None:
+    layer = nn.Linear(1024, 1024, device="cuda")
+    run, captured = new_pass(layer), CapturedPass(list(layer.parameters()))
+    inputs, scale = (torch.randn(65_536, 1024, device="cuda"),), torch.ones((), device="cuda")
+    for _ in range(WARM_UP):
+        expected = captured(run, inputs, scale)
+        layer.zero_grad()
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved() + 2 * inputs[0].nbytes
+    torch.cuda.set_per_process_memory_fraction(
+        held / torch.cuda.get_device_properties(0).total_memory
+    )
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            captured(run, inputs, scale)
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    layer.zero_grad()
+    assert captured._first is None
+    torch.testing.assert_close(captured(run, inputs, scale), expected)
+    assert captured._first is not None

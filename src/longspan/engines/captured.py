@@ -73,9 +73,11 @@ class CapturedPass:
                 loss = run(self._inputs, self._scale)
                 if self._first is not None:
                     self._loss.copy_(loss)
-        except torch.OutOfMemoryError:
-            raise
         except RuntimeError as error:
+            # The end of a capture that ran out of memory may fail as well.
+            for each in (error, error.__context__):
+                if isinstance(each, torch.OutOfMemoryError):
+                    raise each from None
             raise UserError(
                 f"train.cuda_graphs: this run's step cannot be captured ({error}): set it to false"
             ) from error
