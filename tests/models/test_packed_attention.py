@@ -27,6 +27,9 @@ from tests.attention.kernels.test_whole_segments import interpreter  # noqa: F40
 dispatch = pytest.importorskip("longspan.attention.kernels.dispatch")
 
 PATTERN = Dilated((16, 32), (1, 2))
+interpreted = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="Triton compiles its kernels, which take no tensors of a CPU"
+)
 
 
 def separate(
@@ -79,6 +82,7 @@ def check(
         assert (a - b).norm() <= bound
 
 
+@interpreted
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_it_equals_its_parts_in_float64(kv_heads: int) -> None:
     check((2, 64, 32), 4, kv_heads, 16, PATTERN, torch.empty(0))
@@ -140,6 +144,7 @@ def loss_of(model: nn.Module, **options: Any) -> Tensor:
     return loss
 
 
+@interpreted
 @pytest.mark.usefixtures("_is_by_kernels")
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 @pytest.mark.parametrize("calls", ["aot_eager_decomp_partition"], indirect=True, ids=[""])
@@ -157,6 +162,7 @@ def test_compiled_blocks_take_it(mode: str, calls: list[Any]) -> None:
         assert (eager - compiled).norm() <= 0.02 * eager.norm()
 
 
+@interpreted
 @pytest.mark.usefixtures("_is_by_kernels")
 @pytest.mark.parametrize("calls", ["aot_eager_decomp_partition"], indirect=True, ids=[""])
 def test_it_keeps_parameters_of_16_bits_themselves(
@@ -241,7 +247,7 @@ BEYOND_THE_SEQUENCE = doubling(256, 2048)
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles its kernels")
+@interpreted
 @pytest.mark.parametrize(
     ("pattern", "dims", "kv_heads"),
     [
@@ -259,7 +265,7 @@ def test_it_equals_its_parts_by_the_kernels_for_whole_segments(
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles its kernels")
+@interpreted
 @pytest.mark.parametrize("kv_heads", [2, 1])
 def test_it_equals_its_parts_in_slabs(kv_heads: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("longspan.attention.kernels.schedule.PARTIAL_BYTES", 1)
@@ -269,7 +275,7 @@ def test_it_equals_its_parts_in_slabs(kv_heads: int, monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.usefixtures("interpreter")
-@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles its kernels")
+@interpreted
 def test_deterministic_algorithms_sum_dq_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     from longspan.attention.kernels.whole_segments import WholeSegments
 
