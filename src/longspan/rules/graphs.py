@@ -17,12 +17,9 @@ CAPTURED_KINDS = ("dense", "dilated")
 def graph_rules(
     train: Train, attention: Attention, data: Data, engine: Engine, layout: Layout, world: int
 ) -> Problems:
-    if train.cuda_graphs is not True:
-        return
-    if train.device == "cpu":
-        yield Problem("train.cuda_graphs", 'true needs a GPU, but train.device is "cpu": use false')
-    for obstacle in _obstacles(train, attention, data, engine, layout, world):
-        yield Problem("train.cuda_graphs", f"true {obstacle}: use false")
+    if train.cuda_graphs is True:
+        for obstacle in _obstacles(train, attention, data, engine, layout, world):
+            yield Problem("train.cuda_graphs", f"true {obstacle}: use false")
 
 
 def takes_graphs(run: Run, world: int) -> bool:
@@ -40,6 +37,7 @@ def _obstacles(
 ) -> Iterator[str]:
     other = next((kind for kind in attention.kinds if kind not in CAPTURED_KINDS), None)
     refused = {
+        'needs a GPU, but train.device is "cpu"': train.device == "cpu",
         f'needs engine.name = "native", but it is "{engine.name}"': engine.name != "native",
         f"needs one process, but there are {world}": world > 1,
         f'is not supported with attention.kind = "{other}"': other is not None,
