@@ -198,7 +198,7 @@ def refused_keys() -> Counter[str]:
     names = ["layout_rules", "decoder_layout_rules", "module_layout_rules", "engine_rules"]
     names += ["_pipeline_problems", "_zbv_problems", "chunk_layout_rules", "residual_rules"]
     names += ["fp8_rules", "fp8_layout_rules", "_sequence_problems", "parameter_precision_rules"]
-    names += ["recomputation_rules", "tile_rules", "graph_rules"]
+    names += ["recomputation_rules", "tile_rules", "graph_rules", "graph_layout_rules"]
     found: Counter[str] = Counter()
     texts = [path.read_text() for path in (ROOT / "src/longspan/rules").glob("*.py")]
     for rule in chain.from_iterable(ast.parse(text).body for text in texts):

@@ -41,6 +41,15 @@ def test_what_stands_against_graphs_is_named_and_auto_goes_without(
     assert not takes_graphs(load_run(None, gpu, world=world), world)
 
 
+def test_without_a_layout_for_graphs_the_search_says_why() -> None:
+    asked = [*DENSE, "train.device=cuda", "train.cuda_graphs=true", "layout=auto"]
+    refusal = "train.cuda_graphs true needs one process, but there are 2: use false"
+    with pytest.raises(UserError, match=f"no layout of 2 devices fits .*: {refusal}"):
+        load_run(None, asked, world=2, hardware="h200")
+    run = load_run(None, asked, world=1, hardware="h200")
+    assert takes_graphs(run, 1)
+
+
 def test_graphs_are_asked_for_before_chunks_are_known() -> None:
     chosen = [*DENSE, "train.device=cuda", "train.chunk_tokens=auto"]
     with pytest.raises(

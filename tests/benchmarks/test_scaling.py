@@ -93,7 +93,7 @@ def test_it_says_what_is_compared() -> None:
     text = compared(base, STRONG, range(16))
     assert "the same step on all: 4 sequences of 512 tokens" in text
     assert "each process pinned to 2 cores of 16, with 2 threads" in text
-    assert "median of 10 steps after 3" in text
+    assert "median of 10 steps after 4" in text
     assert "N times the context (sequence)" in compared(base, replace(STRONG, mode="weak"), [])
 
 

@@ -26,7 +26,7 @@ def test_a_run_is_profiled_without_a_checkpoint(tmp_path: Path) -> None:
     done = subprocess.run([*PROFILE, *options], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
     assert found["run_dir"] == str(run_dir)
-    assert [step["step"] for step in found["ranks"][0]["steps"]] == [7, 8, 9]
+    assert [step["step"] for step in found["ranks"][0]["steps"]] == [6, 7, 8]
     assert found["findings"][0].startswith("A step takes ")
     assert (run_dir / "profile" / found["ranks"][0]["traces"][0]).exists()
     assert not list((run_dir / CHECKPOINTS).glob("step-*"))

@@ -1,26 +1,185 @@
-"""The passes of a micro-batch as CUDA graphs."""
+"""The passes of a micro-batch as CUDA graphs: on a GPU, and by graphs of a CPU's operators."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from longspan.config import Run
 from longspan.data import Prefetcher, open_source
 from longspan.device import resolve
 from longspan.engines import NativeEngine, open_engine
 from longspan.engines.captured import WARM_UP, CapturedPass, Inputs, Pass
+from longspan.errors import UserError
 from longspan.nn.products import chosen_products
 from longspan.parallel.mesh import open_mesh
 from longspan.parallel.world import World
 from longspan.runfile import load_run
+from longspan.torch_internals import TorchDispatchMode
 from longspan.training.guard import Guard
 from longspan.training.state import TrainState
 from longspan.training.step import forward_context_of, train_step
 
 STEPS = 8
-pytestmark = pytest.mark.gpu
+SIZES = ["model.hidden=32", "model.heads=2", "model.layers=2", "model.vocab=64", "data.context=32"]
+SIZES += ["data.source=recall", "data.recall_pairs=4", "train.global_batch=4", "train.lr=0.01"]
+DYNAMIC = ["model.rope.type=dynamic", "model.rope.factor=2"]
+SIZES += ["attention.segment_lengths=[16,32]", "attention.dilation_rates=[1,2]"]
+
+
+class GraphOfOperators(TorchDispatchMode):
+    """Records a CPU's operators, and replays them on the tensors that they had.
+
+    As in a capture, nothing is changed meanwhile, and no value may be read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[tuple[Any, Any, Any, Any]] = []
+        self._before: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.ops.aten._local_scalar_dense.default:
+            raise RuntimeError("a value is read")
+        written = [
+            a.alias_info is not None and a.alias_info.is_write for a in function._schema.arguments
+        ]
+        self._before += [(x, x.clone()) for x, w in zip(args, written, strict=False) if w]
+        out = function(*args, **(kwargs or {}))
+        self._calls.append((function, args, kwargs or {}, out))
+        return out
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        for x, before in reversed(self._before):
+            x.copy_(before)
+
+    def pool(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def replay(self) -> None:
+        for function, args, kwargs, out in self._calls:
+            found = tree_leaves(function(*args, **kwargs))
+            for old, new in zip(tree_leaves(out), found, strict=True):
+                if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
+                    old.copy_(new)
+
+
+@pytest.fixture
+def _graphs_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def record(graph: GraphOfOperators, **_: Any) -> Iterator[None]:
+        with torch.no_grad(), torch.enable_grad(), graph:
+            yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", GraphOfOperators)
+    monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+
+
+def trained_on_a_cpu(run: Run, *, captures: bool) -> list[Tensor]:
+    """Losses and gradient norms of steps, with an evaluation in between, and the weights."""
+    device = torch.device("cpu")
+    source = open_source(run.data, run.model)
+    with open_mesh(run.layout, World(0, 1, 0), device) as mesh:
+        engine = open_engine(run, mesh, device, forward_context_of(run.train))
+        assert isinstance(engine, NativeEngine)
+        if captures:
+            engine._captured = CapturedPass(
+                [p for p in engine.model.parameters() if p.requires_grad]
+            )
+        state = TrainState(engine, mesh, Guard(0.0, device))
+        found = []
+        with Prefetcher(source, run.train.seed, mesh.local_samples, device) as data:
+            for step in range(STEPS):
+                found += train_step(state, data, run.train, device)
+                if step == STEPS - 3:
+                    model = engine.inference_model
+                    assert isinstance(model, nn.Module)
+                    with torch.no_grad():
+                        found.append(model(torch.arange(32)[None]))
+        if captures:
+            assert engine._captured is not None
+            assert engine._captured._first is not None
+    return [*found, *engine.model.parameters()]
+
+
+@pytest.mark.usefixtures("_graphs_of_operators")
+@pytest.mark.parametrize(
+    "options",
+    [
+        [],
+        ["model.dropout=0.2", "train.z_loss=1e-3", "train.ema=0.9"],
+        [*DYNAMIC, "model.rope.original_context=16", "model.learnable_sinks=true"],
+        ["model.lora.rank=2"],
+        ["train.activation_checkpointing=selective", "model.linear=low_rank"],
+        ["train.activation_checkpointing=full", 'train.freeze=["embedding.*"]'],
+    ],
+    ids=lambda x: " ".join(y.partition(".")[2] for y in x) or "plain",
+)
+def test_replayed_operators_take_the_same_steps(options: list[str]) -> None:
+    run = load_run(None, [*SIZES, *options, "train.micro_batch=1"], world=1)
+    run = resolve(run, torch.device("cpu"))
+    launched, replayed = (trained_on_a_cpu(run, captures=captures) for captures in (False, True))
+    for ours, theirs in zip(replayed, launched, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("_graphs_of_operators")
+@pytest.mark.parametrize("must", [True, False])
+def test_why_a_pass_cannot_be_captured_is_said(must: bool) -> None:
+    layer = nn.Linear(4, 2)
+    captured, inputs, scale = (
+        CapturedPass([*layer.parameters()], must=must),
+        (torch.ones(3, 4),),
+        torch.ones(()),
+    )
+
+    def run(inputs: Inputs, scale: Tensor) -> Tensor:
+        loss = new_pass(layer)(inputs, scale)
+        assert loss.item() > 0
+        return loss
+
+    for _ in range(WARM_UP):
+        expected = captured(run, inputs, scale)
+        layer.zero_grad()
+    message = r"cannot be CUDA graphs \(a value is read\)"
+    if must:
+        with pytest.raises(UserError, match=rf"{message}: set train\.cuda_graphs = false"):
+            captured(run, inputs, scale)
+        return
+    with pytest.warns(UserWarning, match=f"{message}: they are launched"):
+        assert captured(run, inputs, scale) == expected
+    layer.zero_grad()
+    assert captured(run, inputs, scale) == expected  # without another warning
+
+
+@pytest.mark.usefixtures("_graphs_of_operators")
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyboardInterrupt()], ids=repr)
+def test_other_errors_in_a_capture_stay_what_they_are(error: BaseException) -> None:
+    layer = nn.Linear(4, 2)
+    captured, scale = CapturedPass([*layer.parameters()], must=False), torch.ones(())
+
+    def run(inputs: Inputs, scale: Tensor) -> Tensor:
+        if captured._passes > WARM_UP:
+            raise error
+        return new_pass(layer)(inputs, scale)
+
+    for _ in range(WARM_UP):
+        captured(run, (torch.ones(3, 4),), scale)
+        layer.zero_grad()
+    with pytest.raises(type(error)):
+        captured(run, (torch.ones(3, 4),), scale)
 
 
 def losses_of(run: Run) -> tuple[list[Tensor], list[Tensor], NativeEngine]:
@@ -39,6 +198,7 @@ def losses_of(run: Run) -> tuple[list[Tensor], list[Tensor], NativeEngine]:
     return [x for pair in found for x in pair], list(engine.model.parameters()), engine
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "options",
     [
@@ -50,6 +210,7 @@ def losses_of(run: Run) -> tuple[list[Tensor], list[Tensor], NativeEngine]:
         ["train.precision=fp16", "train.compile=true"],
         ["train.precision=bf16", "train.fp8=true"],
         ["train.precision=bf16", "model.lora.rank=4", "model.sub_layer_norm=true"],
+        ["train.precision=bf16", *DYNAMIC, "model.rope.original_context=512"],
         ["train.precision=bf16", "train.activation_checkpointing=selective"],
         ["train.precision=bf16", "train.activation_checkpointing=full", "attention.kind=dense"],
     ],
@@ -91,20 +252,27 @@ def new_pass(layer: nn.Linear) -> Pass:
     return run
 
 
-def test_gradients_are_those_of_passes_in_any_order() -> None:
-    """Of other shapes too, first in a step or not, against float64."""
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_gradients_are_those_of_passes_in_any_order(
+    device: str, request: pytest.FixtureRequest
+) -> None:
+    """Of other shapes too, first in a step or not, released between steps, against float64."""
+    if device == "cpu":
+        request.getfixturevalue("_graphs_of_operators")
     torch.manual_seed(0)
-    layer = nn.Linear(16, 4, device="cuda")
+    layer = nn.Linear(16, 4, device=device)
     run, captured = new_pass(layer), CapturedPass(list(layer.parameters()))
-    exact = nn.Linear(16, 4, device="cuda", dtype=torch.float64)
+    exact = nn.Linear(16, 4, device=device, dtype=torch.float64)
     exact.load_state_dict(layer.state_dict())
     steps = [[8]] * (WARM_UP + 1) + [[8, 8, 8], [5, 8], [8, 5, 8], [5], [8, 8], [8]]
-    for step in steps:
+    for number, step in enumerate([*steps, *steps]):
         for model in (layer, exact):
             model.zero_grad()
+        if number == len(steps):
+            captured.release()
         for index, rows in enumerate(step):
-            x = torch.randn(rows, 16, device="cuda")
-            scale = torch.full((), index + 0.5, device="cuda")
+            x = torch.randn(rows, 16, device=device)
+            scale = torch.full((), index + 0.5, device=device)
             loss = captured(run, (x,), scale)
             expected = exact(x.double()).square().sum() * scale
             expected.backward()
@@ -116,6 +284,7 @@ def test_gradients_are_those_of_passes_in_any_order() -> None:
     assert captured._next is not None
 
 
+@pytest.mark.gpu
 def test_a_capture_that_runs_out_of_memory_says_so_and_can_be_tried_again() -> None:
     layer = nn.Linear(1024, 1024, device="cuda")
     run, captured = new_pass(layer), CapturedPass(list(layer.parameters()))

@@ -147,14 +147,17 @@ def test_a_cpu_trace_with_known_answers() -> None:
     assert operators["longspan::exchange"].self_s == pytest.approx(10 * us)
 
 
-def test_what_graphs_use_was_allocated_before() -> None:
-    launch = span(trace.GRAPH_LAUNCH, 3, 5, "cuda_runtime")
+def test_a_step_of_graphs_has_no_peak_and_is_named() -> None:
+    launch = span("cudaGraphLaunch", 3, 5, "cuda_runtime")
     events = [step(0, 0, 100), launch, kernel("gemm", 10, 60), memory(5, 4, 4, 1)]
-    found = summarise(events, [1])
-    assert found.steps[0].peak_bytes is None
-    assert {o.name: (o.calls, o.bytes) for o in found.operators.values()} == {"gemm": (1, 0)}
-    (said,) = trace.summarise_run([trace.summarise_rank(0, {"t": found})], 1).findings[1:2]
-    assert said.startswith("Passes are CUDA graphs")
+    events += [step(1, 100, 200), kernel("gemm", 110, 160), memory(105, 4, 8, 1)]
+    found = summarise(events, [1, 2])
+    assert [each.peak_bytes for each in found.steps] == [None, 8]
+    summary = trace.summarise_run([trace.summarise_rank(0, {"t": found})], 1)
+    assert any(said.startswith("CUDA graphs were launched") for said in summary.findings)
+    launched = summarise([event for event in events if event is not launch], [1, 2])
+    summary = trace.summarise_run([trace.summarise_rank(0, {"t": launched})], 1)
+    assert not any("CUDA graphs" in said for said in summary.findings)
 
 
 def test_operators_have_the_times_and_bytes_of_torch(tmp_path: Path) -> None:

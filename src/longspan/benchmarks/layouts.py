@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from longspan.benchmarks.measure import Rows, machine, open_console, write_result
+from longspan.benchmarks.measure import WARM_UP, Rows, machine, open_console, write_result
 from longspan.config import AXES, Run
 from longspan.errors import UserError
 from longspan.launching.local import run_processes
@@ -22,7 +22,6 @@ from longspan.progress import measuring
 from longspan.runfile import dump_run, load_run
 from longspan.tracking import read_metrics
 
-WARM_UP = 3
 TRIED = 10
 """Layouts besides the chosen one."""
 

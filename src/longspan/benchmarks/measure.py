@@ -19,6 +19,8 @@ from longspan.tracking.nvml import Clocks, ClockSampler
 from longspan.wording import counted
 
 WARM_UP_S = 0.2
+WARM_UP = 4
+"""Steps before those that are timed: the fourth captures CUDA graphs at the latest."""
 STDOUT = Path("-")
 
 
@@ -187,8 +189,8 @@ class Steps(NamedTuple):
 class StepClock:
     """Times steps on a device without having the host wait for it, as training does not either.
 
-    A context, in which a GPU's clock and power are sampled. The peak memory counts from the end of
-    the warm-up on.
+    A context, in which a GPU's clock and power are sampled. The peak memory counts from the second
+    step on, so that it includes the capture of CUDA graphs, whose memory is allocated only then.
     """
 
     def __init__(self, device: torch.device, warm_up: int) -> None:
@@ -210,7 +212,7 @@ class StepClock:
     def tick(self) -> None:
         """A step ends."""
         if self._is_gpu:
-            if len(self._ticks) == self._warm_up:
+            if len(self._ticks) == min(1, self._warm_up):
                 torch.cuda.reset_peak_memory_stats()
             self._ticks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
             self._ticks[-1].record()

@@ -40,6 +40,7 @@ OPTIONS = [
     "attention.dilation_rates=[1]",
     "train.device=cuda",
     "train.compile=false",
+    "train.cuda_graphs=false",
     "train.activation_checkpointing=full",
 ]
 MIB = 2**20

@@ -17,7 +17,14 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from longspan.benchmarks.chart import charts_svg
-from longspan.benchmarks.measure import Rows, machine, open_console, unwritable, write_result
+from longspan.benchmarks.measure import (
+    WARM_UP,
+    Rows,
+    machine,
+    open_console,
+    unwritable,
+    write_result,
+)
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.launching.local import run_processes
@@ -32,8 +39,6 @@ LAYOUTS = {"ddp": "replicate", "fsdp": "shard", "tensor": "tensor", "sequence": 
 """What is measured, and the axis of the layout that has all processes."""
 ALONE = "one process"
 AXES = ("replicate", "shard", "tensor", "pipeline", "sequence")
-WARM_UP = 3
-"""Steps before those that are timed."""
 PROFILED = 3
 """Steps after those that are timed, from which the share of communication is known."""
 

@@ -34,6 +34,7 @@ from longspan.training.step import forward_context_of, train_step
 
 GB = 1e9
 COMMON = ["data.source=recall", "train.steps=2", "train.global_batch=1", "checkpoint.every=0"]
+COMMON += ["train.cuda_graphs=false"]  # which take what launched passes do
 PATTERNS = {
     "dilated": [],
     "dense": ["attention.kind=dense"],

@@ -19,6 +19,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from longspan.benchmarks.measure import (
+    WARM_UP,
     Rows,
     StepClock,
     Steps,
@@ -47,7 +48,6 @@ from longspan.training.state import TrainState
 from longspan.training.step import forward_context_of, train_step
 
 GIB = 2**30
-WARM_UP = 3
 MAX_BYTES = 16 << 20
 FEWEST = 10
 """Runs to fit to: about as many as there are constants that they determine."""

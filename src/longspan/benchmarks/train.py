@@ -21,6 +21,7 @@ import torch
 from longspan.attention import Dense, patterns_of
 from longspan.benchmarks.chart import charts_svg
 from longspan.benchmarks.measure import (
+    WARM_UP,
     Rows,
     Steps,
     machine,
@@ -29,7 +30,7 @@ from longspan.benchmarks.measure import (
     write_result,
 )
 from longspan.benchmarks.plain_gpt import measure_plain
-from longspan.benchmarks.step_time import GIB, WARM_UP, load, measure
+from longspan.benchmarks.step_time import GIB, load, measure
 from longspan.config import Run
 from longspan.errors import UserError
 from longspan.flops import flops_per_sample

@@ -25,9 +25,9 @@ from longspan.wording import counted
 if TYPE_CHECKING:
     from longspan.config import Run
 
-SCHEDULE = {"wait": 5, "active": 3}
-"""Of [track.profile] for a run without one. The first step compiles, the fourth or fifth captures
-CUDA graphs."""
+SCHEDULE = {"wait": 4, "active": 3}
+"""Of [track.profile] for a run without one. The first step compiles, the fourth captures CUDA
+graphs at the latest."""
 
 
 class _Profiled(Exception):

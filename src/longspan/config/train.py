@@ -118,7 +118,7 @@ class Train(Section):
     cuda_graphs: Literal["auto", True, False] = "auto"
     """Captures the forward and backward pass of a micro-batch as CUDA graphs, for steps of so few
     tokens that the host limits them. "auto" does so on one GPU with up to 65,536 tokens per
-    micro-batch, where nothing else in the run file stands against it."""
+    micro-batch and `data.documents` "join", where nothing else stands against it."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Activation checkpointing (recomputation in the backward pass) of each block: "selective"
     saves only matrix products and attention, "full" saves only the block's input."""

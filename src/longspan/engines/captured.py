@@ -4,6 +4,7 @@ kernels take less time than the host takes to launch them.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,9 +28,16 @@ class CapturedPass:
     and so is what is added to gradients of such a pass.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        """`parameters`: those to which the function gives gradients."""
-        self._parameters, self._passes = parameters, 0
+    def __init__(self, parameters: Sequence[nn.Parameter], *, must: bool = True) -> None:
+        """`parameters`: those to which the function gives gradients; `must`: a pass that cannot be
+        captured is an error, instead of being run as is with a warning.
+        """
+        self._parameters, self._must, self._passes = parameters, must, 0
+        self._cannot = False
+        self.release()
+
+    def release(self) -> None:
+        """Free the memory of a pass, between steps; the next one is captured anew."""
         self._first: torch.cuda.CUDAGraph | None = None
         self._next: torch.cuda.CUDAGraph | None = None
         self._inputs: Inputs = ()
@@ -43,7 +51,8 @@ class CapturedPass:
         begins = all(gradient is None for gradient in held)
         adds = self._first is not None and _are_same(held, self._gradients)
         is_warm = self._first is not None or self._passes > WARM_UP
-        if not (is_warm and (begins or adds) and self._fits(inputs)):
+        can_replay = is_warm and (begins or adds) and self._fits(inputs)
+        if self._cannot or not can_replay:
             return run(inputs, scale)
         if self._first is None:
             self._inputs = tuple(x if x is None else x.clone() for x in inputs)
@@ -51,40 +60,58 @@ class CapturedPass:
         for static, given in zip((*self._inputs, self._scale), (*inputs, scale), strict=True):
             if static is not None and given is not None:
                 static.copy_(given)
-        if adds:
-            self._next = self._next or self._capture(run)
-            self._next.replay()
-        else:
-            self._first = self._first or self._capture(run)
-            self._first.replay()
-            for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
-                parameter.grad = gradient
+        graph = self._next if adds else self._first
+        if graph is None and (graph := self._capture(run)) is None:
+            return run(inputs, scale)
+        graph.replay()
+        for parameter, gradient in zip(self._parameters, self._gradients, strict=True):
+            parameter.grad = gradient
         return self._loss.clone()
 
     def _fits(self, inputs: Inputs) -> bool:
         return not self._inputs or _shapes(inputs) == _shapes(self._inputs)
 
-    def _capture(self, run: Pass) -> torch.cuda.CUDAGraph:
-        graph = torch.cuda.CUDAGraph()
+    def _capture(self, run: Pass) -> torch.cuda.CUDAGraph | None:
+        """The graph of the first pass of a step if there is none yet, else that of others; None if
+        it cannot be captured, which a warning says.
+        """
+        is_first, graph, cause = self._first is None, torch.cuda.CUDAGraph(), None
         pool = None if self._first is None else self._first.pool()
-        # The threads that read samples and write checkpoints may call CUDA meanwhile.
+        stream = torch.cuda.current_stream()
         try:
+            # The threads that read samples and write checkpoints may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-                loss = run(self._inputs, self._scale)
-                if self._first is not None:
-                    self._loss.copy_(loss)
+                try:
+                    loss = run(self._inputs, self._scale)
+                    if not is_first:
+                        self._loss.copy_(loss)
+                except BaseException as error:
+                    cause = error
+                    raise
         except RuntimeError as error:
-            # The end of a capture that ran out of memory may fail as well.
-            for each in (error, error.__context__):
-                if isinstance(each, torch.OutOfMemoryError):
-                    raise each from None
-            raise UserError(
-                f"train.cuda_graphs: this run's step cannot be captured ({error}): set it to false"
-            ) from error
-        if self._first is None:
-            self._loss = loss
+            torch.cuda.set_stream(stream)  # the end of a capture that failed may fail as well
+            cause = cause or error
+            if is_first:
+                for parameter in self._parameters:
+                    parameter.grad = None
+            self._refuse(cause)
+            return None
+        if is_first:
+            self._first, self._loss = graph, loss
             self._gradients = [parameter.grad for parameter in self._parameters]
+        else:
+            self._next = graph
         return graph
+
+    def _refuse(self, cause: BaseException) -> None:
+        """Raise `cause`, or explain it: why a pass cannot be captured."""
+        if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
+            raise cause
+        message = f"the passes of this run cannot be CUDA graphs ({cause})"
+        if self._must:
+            raise UserError(f"{message}: set train.cuda_graphs = false") from cause
+        self._cannot = True
+        warnings.warn(f"{message}: they are launched", stacklevel=2)
 
 
 def _are_same(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> bool:

@@ -62,7 +62,7 @@ class NativeEngine:
         self._parameters = list(named_parameters(self.model))
         trained = [parameter for _, parameter in self._parameters if parameter.requires_grad]
         if captures:
-            self._captured = CapturedPass(trained)
+            self._captured = CapturedPass(trained, must=train.cuda_graphs is True)
 
     def _prepare(
         self,
@@ -83,6 +83,8 @@ class NativeEngine:
 
     @property
     def inference_model(self) -> nn.Module | InferenceModel:
+        if self._captured is not None:
+            self._captured.release()
         if self._chunked is not None:
             return self._chunked
         is_pipeline = isinstance(self.module, PipelinedDecoder | PipelinedModule)

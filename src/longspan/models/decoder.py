@@ -329,7 +329,7 @@ def rope_table(
         return rope.table(positions.to(x.device), None if given is None else context)
     elif given is not None:
         return rope.table(given.to(x.device), context)
-    return rope.table(torch.arange(x.shape[1], device=x.device))
+    return rope.table(torch.arange(x.shape[1], device=x.device), x.shape[1])
 
 
 def document_positions(documents: Tensor) -> Tensor:

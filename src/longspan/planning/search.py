@@ -29,7 +29,7 @@ from longspan.planning.run_time import (
     with_communication,
     with_precision,
 )
-from longspan.rules import first_layout_problem
+from longspan.rules import Problem, first_layout_problem
 from longspan.wording import counted
 
 GIB = 2**30
@@ -100,6 +100,8 @@ class Search:
     """Some that would be a little faster, but do not fit."""
     smallest: list[Candidate] = field(default_factory=list)
     """Where nothing fits: what needs least memory, without offload and with it."""
+    refusal: str = ""
+    """Where the rules allow no layout: why not that of the run."""
 
     @property
     def best(self) -> Candidate:
@@ -129,7 +131,8 @@ class Search:
 
     def _nothing_fits(self) -> str:
         if not self.smallest:
-            return f"no layout of {counted(self.gpus, 'device')} fits the rules of this run"
+            why = f": {self.refusal}" if self.refusal else ""
+            return f"no layout of {counted(self.gpus, 'device')} fits the rules of this run{why}"
         least = min(self.smallest, key=lambda x: x.needed)
         return (
             f"nothing fits in {self.device.memory / GIB:,.0f} GiB on "
@@ -194,6 +197,8 @@ def search(
         _search(run, gpus, rates, found, fixed, shown, offload)
         if found.ranked:
             break
+    if not found.tried and (problem := _problem(run, gpus)) is not None:
+        found.refusal = f"{problem.path} {problem.message}"
     return found
 
 
@@ -344,8 +349,12 @@ def _uses_zero(layout: Layout, gpus: int) -> bool:
 
 
 def _is_allowed(candidate: Run, gpus: int) -> bool:
+    return _problem(candidate, gpus) is None
+
+
+def _problem(candidate: Run, gpus: int) -> Problem | None:
     sections = {name: getattr(candidate, name) for name in type(candidate).model_fields}
-    return first_layout_problem(sections, gpus) is None
+    return first_layout_problem(sections, gpus)
 
 
 def factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:

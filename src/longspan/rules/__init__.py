@@ -11,7 +11,7 @@ from longspan.config import Model, Section
 from longspan.rules.chunks import chunk_layout_rules, chunk_rules
 from longspan.rules.data import mix_rules
 from longspan.rules.fp8 import fp8_layout_rules, fp8_rules
-from longspan.rules.graphs import graph_rules, takes_graphs
+from longspan.rules.graphs import graph_layout_rules, graph_rules, takes_graphs
 from longspan.rules.layout import decoder_layout_rules, layout_rules, module_layout_rules
 from longspan.rules.model import (
     BIASES,
@@ -77,6 +77,7 @@ DECODER_RULES: tuple[Callable[..., Problems], ...] = (
     fp8_rules,
     fp8_layout_rules,
     graph_rules,
+    graph_layout_rules,
 )
 MODULE_RULES: tuple[Callable[..., Problems], ...] = (factory_rules, module_layout_rules)
 

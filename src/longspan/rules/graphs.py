@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 
 from longspan.config import Attention, Data, Engine, Layout, Run, Train
 from longspan.rules.problem import Problem, Problems
@@ -14,11 +15,15 @@ CAPTURED_KINDS = ("dense", "dilated")
 """The kernels of other kinds of attention read tables in caches that may drop them."""
 
 
-def graph_rules(
-    train: Train, attention: Attention, data: Data, engine: Engine, layout: Layout, world: int
-) -> Problems:
+def graph_rules(train: Train, attention: Attention, data: Data, engine: Engine) -> Problems:
     if train.cuda_graphs is True:
-        for obstacle in _obstacles(train, attention, data, engine, layout, world):
+        for obstacle in _obstacles(train, attention, data, engine):
+            yield Problem("train.cuda_graphs", f"true {obstacle}: use false")
+
+
+def graph_layout_rules(train: Train, layout: Layout, world: int) -> Problems:
+    if train.cuda_graphs is True:
+        for obstacle in _layout_obstacles(layout, world):
             yield Problem("train.cuda_graphs", f"true {obstacle}: use false")
 
 
@@ -29,21 +34,28 @@ def takes_graphs(run: Run, world: int) -> bool:
         return train.cuda_graphs
     if run.model.factory or train.micro_batch * data.context > MOST_TOKENS:
         return False
-    return not any(_obstacles(train, run.attention, data, run.engine, run.layout, world))
+    obstacles = chain(
+        _obstacles(train, run.attention, data, run.engine), _layout_obstacles(run.layout, world)
+    )
+    return not any(obstacles)
 
 
-def _obstacles(
-    train: Train, attention: Attention, data: Data, engine: Engine, layout: Layout, world: int
-) -> Iterator[str]:
+def _obstacles(train: Train, attention: Attention, data: Data, engine: Engine) -> Iterator[str]:
     other = next((kind for kind in attention.kinds if kind not in CAPTURED_KINDS), None)
     refused = {
         'needs a GPU, but train.device is "cpu"': train.device == "cpu",
         f'needs engine.name = "native", but it is "{engine.name}"': engine.name != "native",
-        f"needs one process, but there are {world}": world > 1,
         f'is not supported with attention.kind = "{other}"': other is not None,
         'is not supported with data.documents = "isolate"': data.isolates,
         "is not supported with train.chunk_tokens": train.chunk_tokens > 0 or train.has_auto_chunks,
         "is not supported with train.offload_activations = true": train.offload_activations,
+    }
+    return (message for message, holds in refused.items() if holds)
+
+
+def _layout_obstacles(layout: Layout, world: int) -> Iterator[str]:
+    refused = {
+        f"needs one process, but there are {world}": world > 1,
         "is not supported with layout.offload = true": layout.offload,
     }
     return (message for message, holds in refused.items() if holds)

@@ -26,7 +26,7 @@ TOP = 10
 MAX_BYTES = 64 << 20
 """The size of a summary file, far above that of 10,000 ranks."""
 
-GRAPH_LAUNCH = "cudaGraphLaunch"
+GRAPH_LAUNCH = re.compile(r"(cuda|hip)GraphLaunch")
 KERNEL, COPIES = "kernel", ("gpu_memcpy", "gpu_memset")
 COLLECTIVE_KERNEL = re.compile(r"nccl|nvshmem|multimem_|one_shot_|two_shot_", re.IGNORECASE)
 COLLECTIVE = re.compile(
@@ -93,6 +93,8 @@ class TraceSummary:
     device: str
     steps: list[StepTimes]
     operators: dict[str, Operator]
+    has_graphs: bool
+    """Whether CUDA graphs were launched, whose kernels have no operators and allocate nothing."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,7 @@ class RankSummary:
     steps: list[StepTimes]
     by_time: list[Operator]
     by_memory: list[Operator]
+    has_graphs: bool = False
 
     def mean(self, field: str) -> float:
         """The mean over the steps of a field of `StepTimes`."""
@@ -183,8 +186,7 @@ def summarise(events: Iterable[Event], steps: Sequence[int]) -> TraceSummary:
             memory.append(event)
     windows = sorted(windows)[: len(steps)]
     on_gpu = any(event.get("cat") == KERNEL for event in spans)
-    if any(event["name"] == GRAPH_LAUNCH for event in spans):
-        memory = []  # what graphs use was allocated when they were captured
+    graphs = [event for event in spans if GRAPH_LAUNCH.match(event["name"])]
     memory = [event for event in memory if (event["args"].get("Device Type") == 1) == on_gpu]
     compute, communication, copies = _gpu_work(spans) if on_gpu else _cpu_work(spans)
     exposed = difference(communication, compute)
@@ -197,10 +199,11 @@ def summarise(events: Iterable[Event], steps: Sequence[int]) -> TraceSummary:
         )
         idle = max(0.0, wall - computed - waited - moved)  # rounding
         allocated = [e["args"].get("Total Allocated", 0) for e in memory if _is_in(e, [window])]
-        peak = max(allocated, default=None) if on_gpu else None
+        has_graphs = any(_is_in(event, [window]) for event in graphs)
+        peak = max(allocated, default=None) if on_gpu and not has_graphs else None
         times.append(StepTimes(step, wall, computed, communicated, waited, moved, idle, peak))
     operators = _operators_by_name(spans, memory, windows, on_gpu=on_gpu)
-    return TraceSummary("cuda" if on_gpu else "cpu", times, operators)
+    return TraceSummary("cuda" if on_gpu else "cpu", times, operators, bool(graphs))
 
 
 def _gpu_work(spans: Iterable[Event]) -> tuple[list[Interval], list[Interval], list[Interval]]:
@@ -321,6 +324,7 @@ def summarise_rank(rank: int, traces: Mapping[str, TraceSummary]) -> RankSummary
         [step for trace in traces.values() for step in trace.steps],
         [operator for operator in by_time[:TOP] if operator.self_s > 0],
         [operator for operator in by_memory[:TOP] if operator.bytes > 0],
+        any(trace.has_graphs for trace in traces.values()),
     )
 
 
@@ -387,10 +391,10 @@ def _findings(ranks: Sequence[RankSummary]) -> Iterable[str]:
             f"Communication takes {seconds(communication)} of a step, waiting for other ranks "
             f"included; {hidden:.0%} of it overlaps with compute."
         )
-    if device == "cuda" and all(step.peak_bytes is None for step in ranks[0].steps):
+    if ranks[0].has_graphs:
         yield (
-            "Passes are CUDA graphs, whose kernels have no operators and allocate nothing: profile "
-            "with train.cuda_graphs=false for both."
+            "CUDA graphs were launched, whose kernels have no operators and allocate nothing: "
+            "profile with train.cuda_graphs=false for both."
         )
     slow, fast = _busiest(ranks), min(ranks, key=lambda rank: rank.mean("compute_s"))
     if slow.mean("compute_s") > UNEVEN * fast.mean("compute_s"):
@@ -430,7 +434,7 @@ def _findings(ranks: Sequence[RankSummary]) -> Iterable[str]:
         total = sum(step.wall_s for step in slow.steps)
         most = ", ".join(f"{o.name} {o.self_s / total:.0%}" for o in slow.by_time[:3])
         yield f"Most time goes to {most} of a step."
-    if slow.by_memory:
+    if slow.by_memory and not slow.has_graphs:
         most = ", ".join(f"{o.name} {size(o.bytes / len(slow.steps))}" for o in slow.by_memory[:3])
         yield f"Most memory is allocated by {most} per step."
 
