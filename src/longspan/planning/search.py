@@ -197,7 +197,7 @@ def search(
         _search(run, gpus, rates, found, fixed, shown, offload)
         if found.ranked:
             break
-    if not found.tried and (problem := _problem(run, gpus)) is not None:
+    if gpus and not found.tried and (problem := _problem(run, gpus)) is not None:
         found.refusal = f"{problem.path} {problem.message}"
     return found
 
