@@ -110,6 +110,7 @@ class CapturedPass:
         message = f"the passes of this run cannot be CUDA graphs ({cause})"
         if self._must:
             raise UserError(f"{message}: set train.cuda_graphs = false") from cause
+        self.release()
         self._cannot = True
         warnings.warn(f"{message}: they are launched", stacklevel=2)
 
