@@ -60,8 +60,8 @@ class NativeEngine:
         self.module = spec.materialize(module, mesh, layout, train, device)
         self.optimizer = make_optimizer(self.model)
         self._parameters = list(named_parameters(self.model))
-        trained = [parameter for _, parameter in self._parameters if parameter.requires_grad]
         if captures:
+            trained = [parameter for _, parameter in self._parameters if parameter.requires_grad]
             self._captured = CapturedPass(trained, must=train.cuda_graphs is True)
 
     def _prepare(
