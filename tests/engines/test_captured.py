@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -27,6 +28,7 @@ from longspan.training.state import TrainState
 from longspan.training.step import forward_context_of, train_step
 
 STEPS = 8
+GRAPH_BYTES = 1000
 SIZES = ["model.hidden=32", "model.heads=2", "model.layers=2", "model.vocab=64", "data.context=32"]
 SIZES += ["data.source=recall", "data.recall_pairs=4", "train.global_batch=4", "train.lr=0.01"]
 DYNAMIC = ["model.rope.type=dynamic", "model.rope.factor=2"]
@@ -85,6 +87,9 @@ def _graphs_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    reserved = itertools.count(step=GRAPH_BYTES)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(reserved))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GRAPH_BYTES - 1, 1 << 40))
 
 
 def trained_on_a_cpu(run: Run, *, captures: bool) -> list[Tensor]:
@@ -133,6 +138,23 @@ def test_replayed_operators_take_the_same_steps(options: list[str]) -> None:
     launched, replayed = (trained_on_a_cpu(run, captures=captures) for captures in (False, True))
     for ours, theirs in zip(replayed, launched, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.usefixtures("_graphs_of_operators")
+@pytest.mark.parametrize("free", [GRAPH_BYTES - 1, GRAPH_BYTES])
+def test_memory_is_freed_where_there_is_no_room_for_another_pass(
+    free: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = nn.Linear(4, 2)
+    captured, run = CapturedPass([*layer.parameters()]), new_pass(layer)
+    for _ in range(WARM_UP + 1):
+        captured(run, (torch.ones(3, 4),), torch.ones(()))
+        layer.zero_grad()
+    first = captured._first
+    assert first is not None
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1 << 40))
+    captured.make_room()
+    assert captured._first is (first if free == GRAPH_BYTES else None)
 
 
 @pytest.mark.usefixtures("_graphs_of_operators")
@@ -269,7 +291,7 @@ def test_gradients_are_those_of_passes_in_any_order(
         for model in (layer, exact):
             model.zero_grad()
         if number == len(steps):
-            captured.release()
+            captured._release()
         for index, rows in enumerate(step):
             x = torch.randn(rows, 16, device=device)
             scale = torch.full((), index + 0.5, device=device)

@@ -33,11 +33,18 @@ class CapturedPass:
         captured is an error, instead of being run as is with a warning.
         """
         self._parameters, self._must, self._passes = parameters, must, 0
-        self._cannot = False
-        self.release()
+        self._cannot, self._bytes = False, 0
+        self._release()
 
-    def release(self) -> None:
-        """Free the memory of a pass, between steps; the next one is captured anew."""
+    def make_room(self) -> None:
+        """Free the memory of a pass, between steps, if the device has no room for as much again.
+
+        The next pass is captured anew then.
+        """
+        if self._first is not None and torch.cuda.mem_get_info()[0] < self._bytes:
+            self._release()
+
+    def _release(self) -> None:
         self._first: torch.cuda.CUDAGraph | None = None
         self._next: torch.cuda.CUDAGraph | None = None
         self._inputs: Inputs = ()
@@ -81,6 +88,7 @@ class CapturedPass:
         try:
             # The threads that read samples and write checkpoints may call CUDA meanwhile.
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+                before = torch.cuda.memory_reserved()
                 try:
                     loss = run(self._inputs, self._scale)
                     if not is_first:
@@ -98,6 +106,7 @@ class CapturedPass:
             return None
         if is_first:
             self._first, self._loss = graph, loss
+            self._bytes = torch.cuda.memory_reserved() - before
             self._gradients = [parameter.grad for parameter in self._parameters]
         else:
             self._next = graph
@@ -110,7 +119,7 @@ class CapturedPass:
         message = f"the passes of this run cannot be CUDA graphs ({cause})"
         if self._must:
             raise UserError(f"{message}: set train.cuda_graphs = false") from cause
-        self.release()
+        self._release()
         self._cannot = True
         warnings.warn(f"{message}: they are launched", stacklevel=2)
 

@@ -84,7 +84,7 @@ class NativeEngine:
     @property
     def inference_model(self) -> nn.Module | InferenceModel:
         if self._captured is not None:
-            self._captured.release()
+            self._captured.make_room()
         if self._chunked is not None:
             return self._chunked
         is_pipeline = isinstance(self.module, PipelinedDecoder | PipelinedModule)

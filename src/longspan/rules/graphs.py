@@ -10,7 +10,7 @@ from longspan.rules.problem import Problem, Problems
 
 MOST_TOKENS = 65_536
 """Of a micro-batch, for "auto": beyond, the host launches kernels long before the device is ready
-for them, and what a pass needs is better shared with evaluations."""
+for them."""
 CAPTURED_KINDS = ("dense", "dilated")
 """The kernels of other kinds of attention read tables in caches that may drop them."""
 
