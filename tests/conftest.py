@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ import torch
 
 if not torch.cuda.is_available():  # must be set before Triton and the kernels are imported
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton"):
+        from tests.triton_interpreter import make_faster
+
+        make_faster()
 
 from tests.harness import Ranks
 
