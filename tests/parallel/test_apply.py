@@ -188,8 +188,8 @@ NO_BRANCHES = ["attention.segment_lengths=[]", "attention.dilation_rates=[]"]
     [
         *[(kind, ["layout.sequence=4"]) for kind in PATTERNS],
         ("dense", ["layout.tensor=4"]),
-        ("block sparse", ["layout.tensor=4"]),
-        ("dilated block sparse", ["layout.tensor=4"]),
+        pytest.param("block sparse", ["layout.tensor=4"], marks=slow("parity")),
+        pytest.param("dilated block sparse", ["layout.tensor=4"], marks=slow("parity")),
         ("dense with one key head", ["layout.sequence=2", "layout.pipeline=2"]),
         ("3 window and 1 dilated", ["layout.tensor=2", "layout.pipeline=2"]),
         ("dense", ["layout.sequence=2", "layout.tensor=2", MEGATRON]),
@@ -215,6 +215,14 @@ LINEARS = {
 }
 
 
+LONGER_LINEARS = [
+    ("sketched", 4, ["layout.tensor=2", "layout.pipeline=2"]),
+    ("sketched", 4, ["layout.tensor=2", "layout.replicate=2"]),
+    ("sketched", 4, ["layout.tensor=4"]),
+    ("sub-layer norms", 2, ["layout.tensor=2"]),
+]
+
+
 @pytest.mark.parametrize(
     ("linear", "world", "layout"),
     [
@@ -224,16 +232,13 @@ LINEARS = {
         ("sketched", 2, ["layout.pipeline=2"]),
         ("sketched", 4, ["layout.tensor=2", "layout.shard=2"]),
         ("sketched", 4, ["layout.replicate=2", "layout.shard=2"]),
-        ("sketched", 4, ["layout.tensor=2", "layout.pipeline=2"]),
-        ("sketched", 4, ["layout.tensor=2", "layout.replicate=2"]),
-        ("sketched", 4, ["layout.tensor=4"]),
         ("sketched", 4, ["layout.tensor=2", "layout.sequence=2"]),
         ("low rank", 4, ["layout.tensor=2", "layout.shard=2"]),
         ("sketched mlp", 2, ["layout.tensor=2"]),
         ("some sketched", 2, ["layout.tensor=2"]),
         ("sub-layer norms", 4, ["layout.tensor=2", "layout.shard=2"]),
-        ("sub-layer norms", 2, ["layout.tensor=2"]),
         ("sketched with sub-layer norms", 2, ["layout.tensor=2"]),
+        *[pytest.param(*case, marks=slow("parity")) for case in LONGER_LINEARS],
     ],
     ids=ids,
 )

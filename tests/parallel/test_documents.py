@@ -159,7 +159,12 @@ def test_a_document_moves_nothing_in_another_bit_for_bit(
         ("block sparse", 2, ["layout.sequence=2"]),
         ("dilated block sparse", 4, ["layout.sequence=4", "model.heads=2"]),
         ("3 window and 1 dilated", 4, ["layout.sequence=4"]),
-        ("3 window and 1 dilated", 4, ["layout.shard=2", "layout.tensor=2"]),
+        pytest.param(
+            "3 window and 1 dilated",
+            4,
+            ["layout.shard=2", "layout.tensor=2"],
+            marks=slow("parity"),
+        ),
         pytest.param(
             "3 window and 1 dilated",
             2,

@@ -47,7 +47,7 @@ def test_a_page_shows_memory_time_scaling_and_layouts(tmp_path: Path) -> None:
 
 def test_a_page_says_what_does_not_fit(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
-    assert main(["plan", *OPTIONS, "data.context=1048576", "--html", str(file)]) == 0
+    assert main(["plan", *OPTIONS, "data.context=1048576", "--gpus", "2", "--html", str(file)]) == 0
     assert re.search(r"pipeline rank 0, 1 does not fit: [\d.,]+ of 80 GiB", file.read_text())
 
 

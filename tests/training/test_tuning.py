@@ -37,7 +37,11 @@ Z_LOSS = "train.z_loss=0.5"
     ("world", "layout"),
     [
         (2, ["layout.pipeline=2"]),
-        (4, ["layout.sequence=2", "layout.tensor=2", "layout.megatron_sequence_parallel=true"]),
+        pytest.param(
+            4,
+            ["layout.sequence=2", "layout.tensor=2", "layout.megatron_sequence_parallel=true"],
+            marks=slow("parity"),
+        ),
     ],
     ids=ids,
 )
