@@ -14,11 +14,22 @@ JOINED = ["data.documents=join"]
 DENSE = [*JOINED, "attention.kind=dense"]
 OBSTACLES = [
     (DENSE, 2, "needs one process, but there are 2"),
+    ([*DENSE, "engine.name=accelerate"], 1, 'needs engine.name = "native", but it is "accelerate"'),
     ([*DENSE, "engine.name=deepspeed"], 1, 'needs engine.name = "native", but it is "deepspeed"'),
     (
         [*JOINED, "attention.kind=window", "attention.window=64"],
         1,
         'is not supported with attention.kind = "window"',
+    ),
+    (
+        [*JOINED, "attention.kind=block_sparse", "attention.local_window=256"],
+        1,
+        'is not supported with attention.kind = "block_sparse"',
+    ),
+    (
+        [*JOINED, "attention.kind=dilated_block_sparse", "attention.local_window=256"],
+        1,
+        'is not supported with attention.kind = "dilated_block_sparse"',
     ),
     ([*DENSE, "data.documents=isolate"], 1, 'is not supported with data.documents = "isolate"'),
     ([*DENSE, "train.chunk_tokens=1024"], 1, "is not supported with train.chunk_tokens"),
@@ -80,3 +91,8 @@ def test_auto_takes_graphs_for_micro_batches_of_few_tokens(
     assert takes_graphs(run, 1) == expected
     assert takes_graphs(load_run(None, [*DENSE, *sizes, "train.cuda_graphs=true"]), 1)
     assert not takes_graphs(load_run(None, [*DENSE, *sizes, "train.cuda_graphs=false"]), 1)
+
+
+def test_auto_launches_modules_of_the_users() -> None:
+    run = load_run(None, ["model.factory=a:b", "train.device=cuda"])
+    assert not takes_graphs(run, 1)

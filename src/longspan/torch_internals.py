@@ -12,7 +12,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
@@ -41,6 +41,7 @@ __all__ = [
     "FP8_PRODUCT",
     "LEAVE_BUFFERS",
     "TorchDispatchMode",
+    "abandon_capture",
     "all_reduce",
     "all_to_all_async",
     "assume_static_shapes",
@@ -295,6 +296,25 @@ def write_memory_snapshot(path: Path) -> None:
     """Write what was recorded as a pickle, which torch.cuda._memory_viz and its page read."""
     memory: Any = torch.cuda.memory
     memory._dump_snapshot(str(path))
+
+
+# CUDA graphs
+
+_abandoned = list[torch.cuda.CUDAGraph]()
+"""The allocator of pinned memory goes on to ask them whether they capture."""
+
+
+def abandon_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
+    """Have the allocator leave the pool of a capture, after the end of which failed before that.
+
+    It would allocate there for good, and free none of it.
+    """
+    native: Any = torch._C
+    device = torch.cuda.current_device()
+    with suppress(RuntimeError):  # an end that failed later has left it
+        native._cuda_endAllocateToPool(device, pool)
+        native._cuda_releasePool(device, pool)
+    _abandoned.append(graph)
 
 
 # Activation checkpointing: `checkpoint_wrapper` is imported above, and CHECKPOINT_PREFIX, which it

@@ -16,6 +16,7 @@ from longspan.config import Run
 from longspan.data import Prefetcher, open_source
 from longspan.device import resolve
 from longspan.engines import NativeEngine, open_engine
+from longspan.engines import captured as captured_module
 from longspan.engines.captured import WARM_UP, CapturedPass, Inputs, Pass
 from longspan.errors import UserError
 from longspan.nn.products import chosen_products
@@ -29,6 +30,7 @@ from longspan.training.step import forward_context_of, train_step
 
 STEPS = 8
 GRAPH_BYTES = 1000
+POOL = (0, 1)
 SIZES = ["model.hidden=32", "model.heads=2", "model.layers=2", "model.vocab=64", "data.context=32"]
 SIZES += ["data.source=recall", "data.recall_pairs=4", "train.global_batch=4", "train.lr=0.01"]
 DYNAMIC = ["model.rope.type=dynamic", "model.rope.factor=2"]
@@ -64,8 +66,8 @@ class GraphOfOperators(TorchDispatchMode):
         for x, before in reversed(self._before):
             x.copy_(before)
 
-    def pool(self) -> None:
-        pass
+    def pool(self) -> tuple[int, int]:
+        return POOL
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -79,14 +81,18 @@ class GraphOfOperators(TorchDispatchMode):
 @pytest.fixture
 def _graphs_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     @contextmanager
-    def record(graph: GraphOfOperators, **_: Any) -> Iterator[None]:
+    def record(
+        graph: GraphOfOperators, pool: tuple[int, int], capture_error_mode: str
+    ) -> Iterator[None]:
+        assert (pool, capture_error_mode) == (POOL, "thread_local")
         with torch.no_grad(), torch.enable_grad(), graph:
             yield
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", GraphOfOperators)
     monkeypatch.setattr(torch.cuda, "graph", record)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     reserved = itertools.count(step=GRAPH_BYTES)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(reserved))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GRAPH_BYTES - 1, 1 << 40))
@@ -111,6 +117,7 @@ def trained_on_a_cpu(run: Run, *, captures: bool) -> list[Tensor]:
                 if step == STEPS - 3:
                     model = engine.inference_model
                     assert isinstance(model, nn.Module)
+                    assert engine._captured is None or engine._captured._first is None
                     with torch.no_grad():
                         found.append(model(torch.arange(32)[None]))
         if captures:
@@ -141,9 +148,12 @@ def test_replayed_operators_take_the_same_steps(options: list[str]) -> None:
 
 
 @pytest.mark.usefixtures("_graphs_of_operators")
-@pytest.mark.parametrize("free", [GRAPH_BYTES - 1, GRAPH_BYTES])
+@pytest.mark.parametrize(
+    ("free", "cached", "is_kept"),
+    [(GRAPH_BYTES - 1, 0, False), (GRAPH_BYTES - 1, 1, True), (GRAPH_BYTES, 0, True)],
+)
 def test_memory_is_freed_where_there_is_no_room_for_another_pass(
-    free: int, monkeypatch: pytest.MonkeyPatch
+    free: int, cached: int, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     layer = nn.Linear(4, 2)
     captured, run = CapturedPass([*layer.parameters()]), new_pass(layer)
@@ -152,56 +162,93 @@ def test_memory_is_freed_where_there_is_no_room_for_another_pass(
         layer.zero_grad()
     first = captured._first
     assert first is not None
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 1 << 40))
+    left = [free]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (sum(left), 1 << 40))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: left.append(cached))
     captured.make_room()
-    assert captured._first is (first if free == GRAPH_BYTES else None)
+    assert captured._first is (first if is_kept else None)
 
 
-@pytest.mark.usefixtures("_graphs_of_operators")
-@pytest.mark.parametrize("must", [True, False])
-def test_why_a_pass_cannot_be_captured_is_said(must: bool) -> None:
-    layer = nn.Linear(4, 2)
-    captured, inputs, scale = (
-        CapturedPass([*layer.parameters()], must=must),
-        (torch.ones(3, 4),),
-        torch.ones(()),
-    )
+def failing_pass(layer: nn.Linear, error: BaseException | None, *, in_pass: int) -> Pass:
+    """A pass that fails when it is captured, not launched; without an error by a value it reads."""
+    done, new = itertools.count(1), new_pass(layer)
 
     def run(inputs: Inputs, scale: Tensor) -> Tensor:
-        loss = new_pass(layer)(inputs, scale)
-        assert loss.item() > 0
+        loss = new(inputs, scale)
+        if next(done) == in_pass:
+            if error is not None:
+                raise error
+            assert loss.item() > 0
         return loss
 
-    for _ in range(WARM_UP):
-        expected = captured(run, inputs, scale)
-        layer.zero_grad()
-    message = r"cannot be CUDA graphs \(a value is read\)"
-    if must:
-        with pytest.raises(UserError, match=rf"{message}: set train\.cuda_graphs = false"):
-            captured(run, inputs, scale)
-        return
-    with pytest.warns(UserWarning, match=f"{message}: they are launched"):
-        assert captured(run, inputs, scale) == expected
+    return run
+
+
+def gradients_of_step(captured: CapturedPass, run: Pass, layer: nn.Linear) -> list[Tensor]:
+    """Of two passes."""
     layer.zero_grad()
-    assert captured(run, inputs, scale) == expected  # without another warning
+    device = layer.weight.device
+    for _ in range(2):
+        captured(run, (torch.ones(3, 4, device=device),), torch.ones((), device=device))
+    return [parameter.grad for parameter in layer.parameters() if parameter.grad is not None]
+
+
+FULL = torch.OutOfMemoryError("full")
 
 
 @pytest.mark.usefixtures("_graphs_of_operators")
-@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), KeyboardInterrupt()], ids=repr)
-def test_other_errors_in_a_capture_stay_what_they_are(error: BaseException) -> None:
+@pytest.mark.parametrize("ends", [True, False])
+@pytest.mark.parametrize("in_pass", [5, 6])
+@pytest.mark.parametrize(("error", "why"), [(None, "a value is read"), (FULL, "full")])
+def test_what_cannot_be_captured_is_launched_with_a_warning(
+    error: Exception | None, why: str, in_pass: int, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first graph, and the second; and if the end of the capture fails as well."""
+    layer, abandoned = nn.Linear(4, 2), list[Any]()
+    monkeypatch.setattr(captured_module, "abandon_capture", lambda *given: abandoned.append(given))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: abandoned.append(stream))
+    if not ends:
+        leave = GraphOfOperators.__exit__
+
+        def fail(graph: GraphOfOperators, *error: Any) -> None:
+            leave(graph, *error)
+            if error[0] is not None:
+                raise RuntimeError("the capture is invalid")
+
+        monkeypatch.setattr(GraphOfOperators, "__exit__", fail)
+    captured = CapturedPass([*layer.parameters()], must=False)
+    run = failing_pass(layer, error, in_pass=in_pass)
+    for _ in range(2):
+        expected = gradients_of_step(captured, run, layer)
+    with pytest.warns(UserWarning, match=rf"cannot be CUDA graphs \({why}\): they are launched"):
+        found = gradients_of_step(captured, run, layer)
+    again = gradients_of_step(captured, run, layer)  # without another warning
+    for a, b, c in zip(expected, found, again, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+    assert captured._first is None
+    assert len(abandoned) == (0 if ends else 2)
+
+
+@pytest.mark.usefixtures("_graphs_of_operators")
+@pytest.mark.parametrize(
+    ("error", "must", "raised", "message"),
+    [
+        (None, True, UserError, r"graphs \(a value is read\): set train\.cuda_graphs = false"),
+        (FULL, True, torch.OutOfMemoryError, "full"),
+        (KeyboardInterrupt(), False, KeyboardInterrupt, None),
+    ],
+)
+def test_what_must_be_captured_and_is_not_ends_a_run(
+    error: BaseException | None, must: bool, raised: type[BaseException], message: str | None
+) -> None:
     layer = nn.Linear(4, 2)
-    captured, scale = CapturedPass([*layer.parameters()], must=False), torch.ones(())
-
-    def run(inputs: Inputs, scale: Tensor) -> Tensor:
-        if captured._passes > WARM_UP:
-            raise error
-        return new_pass(layer)(inputs, scale)
-
-    for _ in range(WARM_UP):
-        captured(run, (torch.ones(3, 4),), scale)
-        layer.zero_grad()
-    with pytest.raises(type(error)):
-        captured(run, (torch.ones(3, 4),), scale)
+    captured = CapturedPass([*layer.parameters()], must=must)
+    run = failing_pass(layer, error, in_pass=5)
+    gradients_of_step(captured, run, layer)
+    gradients_of_step(captured, run, layer)
+    with pytest.raises(raised, match=message):
+        gradients_of_step(captured, run, layer)
 
 
 def losses_of(run: Run) -> tuple[list[Tensor], list[Tensor], NativeEngine]:
@@ -328,3 +375,28 @@ def test_a_capture_that_runs_out_of_memory_says_so_and_can_be_tried_again() -> N
     assert captured._first is None
     torch.testing.assert_close(captured(run, inputs, scale), expected)
     assert captured._first is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_pass", [5, 6])
+def test_a_capture_that_becomes_invalid_leaves_no_memory_behind(in_pass: int) -> None:
+    layer = nn.Linear(4, 2, device="cuda")
+    captured = CapturedPass([*layer.parameters()], must=False)
+    fails = failing_pass(layer, None, in_pass=in_pass)
+
+    def run(inputs: Inputs, scale: Tensor) -> Tensor:
+        held = torch.empty(64 << 20, device="cuda")
+        loss = fails(inputs, scale)
+        del held
+        return loss
+
+    for _ in range(2):
+        expected = gradients_of_step(captured, run, layer)
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    with pytest.warns(UserWarning, match="they are launched"):
+        found = gradients_of_step(captured, run, layer)
+    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(gradients_of_step(captured, run, layer), expected)
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved() <= before + (4 << 20)

@@ -6,11 +6,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from traceback import clear_frames
 
 import torch
 from torch import Tensor, nn
 
 from longspan.errors import UserError
+from longspan.torch_internals import abandon_capture
 
 Inputs = tuple[Tensor | None, ...]
 Pass = Callable[[Inputs, Tensor], Tensor]
@@ -41,8 +43,14 @@ class CapturedPass:
 
         The next pass is captured anew then.
         """
-        if self._first is not None and torch.cuda.mem_get_info()[0] < self._bytes:
+        if self._first is None or self._has_room():
+            return
+        torch.cuda.empty_cache()
+        if not self._has_room():
             self._release()
+
+    def _has_room(self) -> bool:
+        return torch.cuda.mem_get_info()[0] >= self._bytes
 
     def _release(self) -> None:
         self._first: torch.cuda.CUDAGraph | None = None
@@ -83,7 +91,7 @@ class CapturedPass:
         it cannot be captured, which a warning says.
         """
         is_first, graph, cause = self._first is None, torch.cuda.CUDAGraph(), None
-        pool = None if self._first is None else self._first.pool()
+        pool = torch.cuda.graph_pool_handle() if self._first is None else self._first.pool()
         stream = torch.cuda.current_stream()
         try:
             # The threads that read samples and write checkpoints may call CUDA meanwhile.
@@ -97,12 +105,14 @@ class CapturedPass:
                     cause = error
                     raise
         except RuntimeError as error:
-            torch.cuda.set_stream(stream)  # the end of a capture that failed may fail as well
-            cause = cause or error
+            if error is not cause:  # the end of the capture failed as well
+                torch.cuda.set_stream(stream)
+                abandon_capture(graph, pool)
+            self._release()
             if is_first:
                 for parameter in self._parameters:
                     parameter.grad = None
-            self._refuse(cause)
+            self._refuse(cause or error)
             return None
         if is_first:
             self._first, self._loss = graph, loss
@@ -113,13 +123,17 @@ class CapturedPass:
         return graph
 
     def _refuse(self, cause: BaseException) -> None:
-        """Raise `cause`, or explain it: why a pass cannot be captured."""
-        if isinstance(cause, torch.OutOfMemoryError) or not isinstance(cause, RuntimeError):
+        """Raise `cause`, or explain it: why a pass cannot be captured.
+
+        What lacks the memory for a capture may well have enough to be launched, as it was before.
+        """
+        is_out_of_memory = isinstance(cause, torch.OutOfMemoryError)
+        if not isinstance(cause, RuntimeError) or (self._must and is_out_of_memory):
             raise cause
         message = f"the passes of this run cannot be CUDA graphs ({cause})"
         if self._must:
             raise UserError(f"{message}: set train.cuda_graphs = false") from cause
-        self._release()
+        clear_frames(cause.__traceback__)  # which hold activations
         self._cannot = True
         warnings.warn(f"{message}: they are launched", stacklevel=2)
 
