@@ -238,6 +238,52 @@ def test_pools_of_captures_are_left_by_the_functions_that_are_called() -> None:
         assert hasattr(torch._C, name)
 
 
+class Capture:
+    """What a capture whose end failed left of the allocator's pool, and its graph frees.
+
+    As read from `CUDAGraph::capture_end` and `CUDAGraph::reset` of these versions.
+    """
+
+    def __init__(self, torch_version: str, *, has_ended: bool) -> None:
+        self.is_left = has_ended or torch_version != "2.11.0"
+        self.users = 1
+        self._frees = has_ended or torch_version == "2.14.0"
+        self._has_ended = has_ended
+
+    def pool(self) -> tuple[int, int]:
+        if not self._has_ended:
+            raise RuntimeError("without a preceding successful capture")
+        return (0, 1)
+
+    def reset(self) -> None:
+        self.users -= self._frees
+        self._frees = False
+
+    def leave(self, device: int, pool: tuple[int, int]) -> None:
+        if self.is_left:
+            raise RuntimeError("not currently recording to the pool")
+        self.is_left = True
+
+    def release(self, device: int, pool: tuple[int, int]) -> None:
+        self.users -= 1
+
+
+@pytest.mark.parametrize("has_ended", [False, True])
+@pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.0"])
+def test_a_pool_of_a_failed_capture_is_left_and_freed_once(
+    version: str, has_ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capture: Any = Capture(version, has_ended=has_ended)
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", capture.leave)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", capture.release)
+    abandoned = list[Any]()
+    monkeypatch.setattr(torch_internals, "_abandoned", abandoned)
+    torch_internals.abandon_capture(capture, (0, 1))
+    assert (capture.is_left, capture.users, abandoned) == (True, 0, [capture])
+
+
 def test_replicas_keep_their_buffers_without_a_warning(tmp_path: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:

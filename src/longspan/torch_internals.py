@@ -305,16 +305,32 @@ _abandoned = list[torch.cuda.CUDAGraph]()
 
 
 def abandon_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
-    """Have the allocator leave the pool of a capture, after the end of which failed before that.
+    """Have the allocator leave the pool of a capture that began and whose end failed, and free it.
 
-    It would allocate there for good, and free none of it.
+    From torch 2.14 on the graph does so itself. 2.12 and 2.13 leave the pool, but never free it;
+    2.11 would allocate there for good.
     """
-    native: Any = torch._C
-    device = torch.cuda.current_device()
-    with suppress(RuntimeError):  # an end that failed later has left it
-        native._cuda_endAllocateToPool(device, pool)
+    if _torch_version() < (2, 14) and not _has_ended(graph):
+        native: Any = torch._C
+        device = torch.cuda.current_device()
+        with suppress(RuntimeError):  # it has been left
+            native._cuda_endAllocateToPool(device, pool)
         native._cuda_releasePool(device, pool)
+    graph.reset()
     _abandoned.append(graph)
+
+
+def _torch_version() -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+def _has_ended(graph: torch.cuda.CUDAGraph) -> bool:
+    """Whether a capture ended, and failed only to become executable: it frees its pool itself."""
+    try:
+        graph.pool()
+    except RuntimeError:
+        return False
+    return True
 
 
 # Activation checkpointing: `checkpoint_wrapper` is imported above, and CHECKPOINT_PREFIX, which it

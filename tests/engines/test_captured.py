@@ -231,6 +231,26 @@ def test_what_cannot_be_captured_is_launched_with_a_warning(
 
 
 @pytest.mark.usefixtures("_graphs_of_operators")
+def test_a_device_that_failed_before_a_capture_is_no_matter_of_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, abandoned = nn.Linear(4, 2), list[Any]()
+    monkeypatch.setattr(captured_module, "abandon_capture", lambda *given: abandoned.append(given))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: None)
+    captured, run = CapturedPass([*layer.parameters()]), new_pass(layer)
+    for _ in range(2):
+        gradients_of_step(captured, run, layer)
+
+    def fail(*given: Any, **options: Any) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "graph", fail)
+    with pytest.raises(RuntimeError, match=r"^an illegal memory access was encountered$"):
+        gradients_of_step(captured, run, layer)
+    assert not abandoned
+
+
+@pytest.mark.usefixtures("_graphs_of_operators")
 @pytest.mark.parametrize(
     ("error", "must", "raised", "message"),
     [
@@ -383,9 +403,10 @@ def test_a_capture_that_becomes_invalid_leaves_no_memory_behind(in_pass: int) ->
     layer = nn.Linear(4, 2, device="cuda")
     captured = CapturedPass([*layer.parameters()], must=False)
     fails = failing_pass(layer, None, in_pass=in_pass)
+    size = 256 << 20
 
     def run(inputs: Inputs, scale: Tensor) -> Tensor:
-        held = torch.empty(64 << 20, device="cuda")
+        held = torch.empty(size, dtype=torch.uint8, device="cuda")
         loss = fails(inputs, scale)
         del held
         return loss
@@ -399,4 +420,5 @@ def test_a_capture_that_becomes_invalid_leaves_no_memory_behind(in_pass: int) ->
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients_of_step(captured, run, layer), expected)
     torch.cuda.empty_cache()
-    assert torch.cuda.memory_reserved() <= before + (4 << 20)
+    # cuBLAS keeps a workspace for the stream of captures, 32 MiB for each of two threads.
+    assert torch.cuda.memory_reserved() < before + size // 2

@@ -90,7 +90,8 @@ class CapturedPass:
         """The graph of the first pass of a step if there is none yet, else that of others; None if
         it cannot be captured, which a warning says.
         """
-        is_first, graph, cause = self._first is None, torch.cuda.CUDAGraph(), None
+        is_first, graph = self._first is None, torch.cuda.CUDAGraph()
+        before, cause = None, None
         pool = torch.cuda.graph_pool_handle() if self._first is None else self._first.pool()
         stream = torch.cuda.current_stream()
         try:
@@ -105,8 +106,10 @@ class CapturedPass:
                     cause = error
                     raise
         except RuntimeError as error:
-            if error is not cause:  # the end of the capture failed as well
+            if error is not cause:  # the beginning or the end of the capture failed
                 torch.cuda.set_stream(stream)
+                if before is None:
+                    raise
                 abandon_capture(graph, pool)
             self._release()
             if is_first:
