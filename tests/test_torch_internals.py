@@ -268,12 +268,35 @@ class Capture:
         self.users -= 1
 
 
+class Generator:
+    """Of random numbers, which a failed capture may have left capturing."""
+
+    def __init__(self, device: str, *, captures: bool = False) -> None:
+        self.device, self.captures, self.seed = device, captures, 0
+
+    def get_state(self) -> int:
+        return self.seed
+
+    def set_state(self, seed: int) -> None:
+        self.seed = seed
+
+    def graphsafe_get_state(self) -> Generator:
+        return self
+
+    def graphsafe_set_state(self, other: Generator) -> None:
+        self.captures, self.seed = other.captures, other.seed
+
+
 @pytest.mark.parametrize("has_ended", [False, True])
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cpu", "2.14.0"])
 def test_a_pool_of_a_failed_capture_is_left_and_freed_once(
     version: str, has_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     capture: Any = Capture(version, has_ended=has_ended)
+    generator = Generator("cuda:0", captures=version == "2.11.0" and not has_ended)
+    generator.set_state(7)
+    monkeypatch.setattr(torch.cuda, "default_generators", (generator,))
+    monkeypatch.setattr(torch, "Generator", Generator)
     monkeypatch.setattr(torch, "__version__", version)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", capture.leave)
@@ -281,7 +304,9 @@ def test_a_pool_of_a_failed_capture_is_left_and_freed_once(
     abandoned = list[Any]()
     monkeypatch.setattr(torch_internals, "_abandoned", abandoned)
     torch_internals.abandon_capture(capture, (0, 1))
+    capture.reset()
     assert (capture.is_left, capture.users, abandoned) == (True, 0, [capture])
+    assert (generator.captures, generator.seed) == (False, 7)
 
 
 def test_replicas_keep_their_buffers_without_a_warning(tmp_path: Path) -> None:

@@ -307,8 +307,8 @@ _abandoned = list[torch.cuda.CUDAGraph]()
 def abandon_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
     """Have the allocator leave the pool of a capture that began and whose end failed, and free it.
 
-    From torch 2.14 on the graph does so itself. 2.12 and 2.13 leave the pool, but never free it;
-    2.11 would allocate there for good.
+    From torch 2.14 on `graph.reset()`, which is left to do, does so itself. 2.12 and 2.13 leave the
+    pool, but never free it; 2.11 would allocate there for good, and refuse to draw random numbers.
     """
     if _torch_version() < (2, 14) and not _has_ended(graph):
         native: Any = torch._C
@@ -316,7 +316,11 @@ def abandon_capture(graph: torch.cuda.CUDAGraph, pool: tuple[int, int]) -> None:
         with suppress(RuntimeError):  # it has been left
             native._cuda_endAllocateToPool(device, pool)
         native._cuda_releasePool(device, pool)
-    graph.reset()
+        if _torch_version() < (2, 12):
+            generator = torch.cuda.default_generators[device]
+            fresh = torch.Generator(generator.device)
+            fresh.set_state(generator.get_state())
+            generator.graphsafe_set_state(fresh.graphsafe_get_state())
     _abandoned.append(graph)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -18,6 +19,7 @@ from longspan.device import resolve
 from longspan.engines import NativeEngine, open_engine
 from longspan.engines import captured as captured_module
 from longspan.engines.captured import WARM_UP, CapturedPass, Inputs, Pass
+from longspan.engines.loss_scale import LossScale
 from longspan.errors import UserError
 from longspan.nn.products import chosen_products
 from longspan.parallel.mesh import open_mesh
@@ -30,7 +32,6 @@ from longspan.training.step import forward_context_of, train_step
 
 STEPS = 8
 GRAPH_BYTES = 1000
-POOL = (0, 1)
 SIZES = ["model.hidden=32", "model.heads=2", "model.layers=2", "model.vocab=64", "data.context=32"]
 SIZES += ["data.source=recall", "data.recall_pairs=4", "train.global_batch=4", "train.lr=0.01"]
 DYNAMIC = ["model.rope.type=dynamic", "model.rope.factor=2"]
@@ -45,6 +46,7 @@ class GraphOfOperators(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.opened = (0, 0)
         self._calls: list[tuple[Any, Any, Any, Any]] = []
         self._before: list[tuple[Tensor, Tensor]] = []
 
@@ -67,7 +69,11 @@ class GraphOfOperators(TorchDispatchMode):
             x.copy_(before)
 
     def pool(self) -> tuple[int, int]:
-        return POOL
+        return self.opened
+
+    def reset(self) -> None:
+        self._calls.clear()
+        self._before.clear()
 
     @torch.no_grad()
     def replay(self) -> None:
@@ -84,27 +90,33 @@ def _graphs_of_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     def record(
         graph: GraphOfOperators, pool: tuple[int, int], capture_error_mode: str
     ) -> Iterator[None]:
-        assert (pool, capture_error_mode) == (POOL, "thread_local")
+        assert capture_error_mode == "thread_local"
+        graph.opened = pool
         with torch.no_grad(), torch.enable_grad(), graph:
             yield
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", GraphOfOperators)
     monkeypatch.setattr(torch.cuda, "graph", record)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: POOL)
+    pools = itertools.count(1)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, next(pools)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    reserved = itertools.count(step=GRAPH_BYTES)
+    reserved = itertools.count(start=7 * GRAPH_BYTES, step=GRAPH_BYTES)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: next(reserved))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GRAPH_BYTES - 1, 1 << 40))
 
 
 def trained_on_a_cpu(run: Run, *, captures: bool) -> list[Tensor]:
-    """Losses and gradient norms of steps, with an evaluation in between, and the weights."""
+    """Losses and gradient norms of steps, with an evaluation in between, and the weights.
+
+    With a loss scale too, which trains in fp16 on a GPU.
+    """
     device = torch.device("cpu")
     source = open_source(run.data, run.model)
     with open_mesh(run.layout, World(0, 1, 0), device) as mesh:
         engine = open_engine(run, mesh, device, forward_context_of(run.train))
         assert isinstance(engine, NativeEngine)
+        engine.loss_scale = LossScale(enabled=run.model.dropout > 0)
         if captures:
             engine._captured = CapturedPass(
                 [p for p in engine.model.parameters() if p.requires_grad]
@@ -134,6 +146,7 @@ def trained_on_a_cpu(run: Run, *, captures: bool) -> list[Tensor]:
         ["model.dropout=0.2", "train.z_loss=1e-3", "train.ema=0.9"],
         [*DYNAMIC, "model.rope.original_context=16", "model.learnable_sinks=true"],
         ["model.lora.rank=2"],
+        ["train.precision=bf16"],
         ["train.activation_checkpointing=selective", "model.linear=low_rank"],
         ["train.activation_checkpointing=full", 'train.freeze=["embedding.*"]'],
     ],
@@ -169,11 +182,28 @@ def test_memory_is_freed_where_there_is_no_room_for_another_pass(
     assert captured._first is (first if is_kept else None)
 
 
+def fail_at_the_end(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Have the end of a capture in which something fails do so too; return what is abandoned."""
+    leave, abandoned = GraphOfOperators.__exit__, list[Any]()
+
+    def fail(graph: GraphOfOperators, *error: Any) -> None:
+        leave(graph, *error)
+        if error[0] is not None:
+            raise RuntimeError("the capture is invalid")
+
+    monkeypatch.setattr(GraphOfOperators, "__exit__", fail)
+    monkeypatch.setattr(captured_module, "abandon_capture", lambda *given: abandoned.append(given))
+    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: abandoned.append(stream))
+    return abandoned
+
+
 def failing_pass(layer: nn.Linear, error: BaseException | None, *, in_pass: int) -> Pass:
     """A pass that fails when it is captured, not launched; without an error by a value it reads."""
     done, new = itertools.count(1), new_pass(layer)
 
     def run(inputs: Inputs, scale: Tensor) -> Tensor:
+        activations = torch.empty(3)
+        ACTIVATIONS.append(weakref.ref(activations))
         loss = new(inputs, scale)
         if next(done) == in_pass:
             if error is not None:
@@ -194,6 +224,8 @@ def gradients_of_step(captured: CapturedPass, run: Pass, layer: nn.Linear) -> li
 
 
 FULL = torch.OutOfMemoryError("full")
+ACTIVATIONS = list["weakref.ref[Tensor]"]()
+"""Of failing passes."""
 
 
 @pytest.mark.usefixtures("_graphs_of_operators")
@@ -204,18 +236,8 @@ def test_what_cannot_be_captured_is_launched_with_a_warning(
     error: Exception | None, why: str, in_pass: int, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first graph, and the second; and if the end of the capture fails as well."""
-    layer, abandoned = nn.Linear(4, 2), list[Any]()
-    monkeypatch.setattr(captured_module, "abandon_capture", lambda *given: abandoned.append(given))
-    monkeypatch.setattr(torch.cuda, "set_stream", lambda stream: abandoned.append(stream))
-    if not ends:
-        leave = GraphOfOperators.__exit__
-
-        def fail(graph: GraphOfOperators, *error: Any) -> None:
-            leave(graph, *error)
-            if error[0] is not None:
-                raise RuntimeError("the capture is invalid")
-
-        monkeypatch.setattr(GraphOfOperators, "__exit__", fail)
+    layer = nn.Linear(4, 2)
+    abandoned = [] if ends else fail_at_the_end(monkeypatch)
     captured = CapturedPass([*layer.parameters()], must=False)
     run = failing_pass(layer, error, in_pass=in_pass)
     for _ in range(2):
@@ -228,6 +250,8 @@ def test_what_cannot_be_captured_is_launched_with_a_warning(
         assert torch.equal(a, c)
     assert captured._first is None
     assert len(abandoned) == (0 if ends else 2)
+    abandoned.clear()
+    assert all(x() is None for x in ACTIVATIONS)
 
 
 @pytest.mark.usefixtures("_graphs_of_operators")
@@ -251,6 +275,7 @@ def test_a_device_that_failed_before_a_capture_is_no_matter_of_graphs(
 
 
 @pytest.mark.usefixtures("_graphs_of_operators")
+@pytest.mark.parametrize("ends", [True, False])
 @pytest.mark.parametrize(
     ("error", "must", "raised", "message"),
     [
@@ -260,9 +285,16 @@ def test_a_device_that_failed_before_a_capture_is_no_matter_of_graphs(
     ],
 )
 def test_what_must_be_captured_and_is_not_ends_a_run(
-    error: BaseException | None, must: bool, raised: type[BaseException], message: str | None
+    error: BaseException | None,
+    must: bool,
+    raised: type[BaseException],
+    message: str | None,
+    ends: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     layer = nn.Linear(4, 2)
+    if not ends:
+        fail_at_the_end(monkeypatch)
     captured = CapturedPass([*layer.parameters()], must=must)
     run = failing_pass(layer, error, in_pass=5)
     gradients_of_step(captured, run, layer)
@@ -371,6 +403,21 @@ def test_gradients_are_those_of_passes_in_any_order(
             torch.testing.assert_close(ours.grad.double(), theirs.grad, rtol=1e-5, atol=1e-5)
     assert captured._first is not None
     assert captured._next is not None
+    assert captured._next.pool() == captured._first.pool()
+
+
+@pytest.mark.usefixtures("_graphs_of_operators")
+def test_gradients_that_are_not_all_the_graphs_are_added_to_by_launches() -> None:
+    layer = nn.Linear(4, 2)
+    captured, run = CapturedPass([*layer.parameters()]), new_pass(layer)
+    for _ in range(3):
+        both = [gradient.clone() for gradient in gradients_of_step(captured, run, layer)]
+    layer.zero_grad()
+    captured(run, (torch.ones(3, 4),), torch.ones(()))
+    assert captured._next is not None
+    layer.bias.grad = torch.zeros(2)
+    captured(run, (torch.ones(3, 4),), torch.ones(()))
+    torch.testing.assert_close([layer.weight.grad, 2 * layer.bias.grad], both)
 
 
 @pytest.mark.gpu
@@ -419,6 +466,7 @@ def test_a_capture_that_becomes_invalid_leaves_no_memory_behind(in_pass: int) ->
         found = gradients_of_step(captured, run, layer)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(gradients_of_step(captured, run, layer), expected)
+    torch.rand(1, device="cuda")
     torch.cuda.empty_cache()
     # cuBLAS keeps a workspace for the stream of captures, 32 MiB for each of two threads.
     assert torch.cuda.memory_reserved() < before + size // 2

@@ -111,6 +111,7 @@ class CapturedPass:
                 if before is None:
                     raise
                 abandon_capture(graph, pool)
+            graph.reset()  # which the frames of the error keep
             self._release()
             if is_first:
                 for parameter in self._parameters:
