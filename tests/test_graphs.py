@@ -7,6 +7,8 @@ import torch
 
 from longspan.device import resolve
 from longspan.errors import UserError
+from longspan.hardware import devices
+from longspan.planning.ladder import ladder
 from longspan.rules import takes_graphs
 from longspan.runfile import load_run
 
@@ -30,6 +32,11 @@ OBSTACLES = [
         [*JOINED, "attention.kind=dilated_block_sparse", "attention.local_window=256"],
         1,
         'is not supported with attention.kind = "dilated_block_sparse"',
+    ),
+    (
+        [*JOINED, "model.hidden=640", "model.heads=2", "model.head_dim=320"],
+        1,
+        "is not supported with model.head_dim = 320, above 256",
     ),
     ([*DENSE, "data.documents=isolate"], 1, 'is not supported with data.documents = "isolate"'),
     ([*DENSE, "train.chunk_tokens=1024"], 1, "is not supported with train.chunk_tokens"),
@@ -79,18 +86,34 @@ def test_graphs_need_a_gpu() -> None:
         resolve(run, torch.device("cpu"))
 
 
+@pytest.mark.parametrize("pattern", [DENSE, JOINED])  # the default is dilated
 @pytest.mark.parametrize(
     ("micro_batch", "context", "expected"), [(8, 8192, True), (1, 65536, True), (9, 8192, False)]
 )
 def test_auto_takes_graphs_for_micro_batches_of_few_tokens(
-    micro_batch: int, context: int, expected: bool
+    micro_batch: int, context: int, expected: bool, pattern: list[str]
 ) -> None:
     sizes = [f"train.micro_batch={micro_batch}", f"train.global_batch={2 * micro_batch}"]
     sizes += [f"data.context={context}", "train.device=cuda"]
-    run = load_run(None, [*DENSE, *sizes])
+    run = load_run(None, [*pattern, *sizes])
     assert takes_graphs(run, 1) == expected
-    assert takes_graphs(load_run(None, [*DENSE, *sizes, "train.cuda_graphs=true"]), 1)
-    assert not takes_graphs(load_run(None, [*DENSE, *sizes, "train.cuda_graphs=false"]), 1)
+    assert takes_graphs(load_run(None, [*pattern, *sizes, "train.cuda_graphs=true"]), 1)
+    assert not takes_graphs(load_run(None, [*pattern, *sizes, "train.cuda_graphs=false"]), 1)
+
+
+def test_changes_that_graphs_refuse_are_not_suggested() -> None:
+    options = [*JOINED, "model.preset=125m", "data.context=1048576", "train.global_batch=1"]
+    options += ["train.micro_batch=1", "train.device=cuda", "train.precision=bf16"]
+    gpu = devices()["h100"]
+    for value in ("auto", "true"):
+        run = load_run(None, [*options, f"train.cuda_graphs={value}"], world=1)
+        found = ladder(run, 1, gpu, gpu.memory)
+        assert found is not None
+        text = str(found)
+        for refused in ("chunk_tokens", "offload_activations", "layout.offload", "layout.shard"):
+            assert (refused in text) == (value == "auto")
+        assert found.together is not None
+        load_run(None, [*options, f"train.cuda_graphs={value}", *found.together], world=1)
 
 
 def test_auto_launches_modules_of_the_users() -> None:

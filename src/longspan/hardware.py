@@ -147,16 +147,20 @@ CORE_FLOPS, CPU_BANDWIDTH, LOOPBACK = 48e9, 20e9, 2e9
 to compare layouts on one machine, which all use the same."""
 
 
+def cpu_memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
 def cpu_device(processes: int) -> Device:
     """What one of `processes` on this machine has of its CPU, in round terms."""
     mine = hasattr(os, "sched_getaffinity")
     cores = len(os.sched_getaffinity(0)) if mine else os.cpu_count() or 1
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device(
         name="cpu",
         title="CPU process",
         match="",
-        memory=total // processes,
+        memory=cpu_memory() // processes,
         flops={"fp32": CORE_FLOPS * cores / processes},
         bandwidth=CPU_BANDWIDTH / processes,
         link=LOOPBACK / processes,

@@ -63,6 +63,36 @@ def test_what_the_run_file_sets_of_train_is_kept(tmp_path: Path) -> None:
     assert free.train.global_batch == fixed.train.global_batch == 16
 
 
+LONG = ["model.preset=350m", "data.context=262144", "train.global_batch=1", "train.device=cuda"]
+LONG += ["layout=auto", "train.micro_batch=1", "data.documents=join", "train.precision=bf16"]
+
+
+def test_it_takes_what_saves_memory_unless_the_run_file_says_otherwise() -> None:
+    run = load_run(None, LONG, builtin="cuda", world=1, hardware="rtx4090")
+    assert 0 < run.train.chunk_tokens < 262144
+    assert f"chunks of {run.train.chunk_tokens:,} tokens" in (run.layout.why_auto or "")
+    auto = load_run(None, [*LONG, "train.chunk_tokens=auto"], world=1, hardware="rtx4090")
+    assert auto.train.chunk_tokens == run.train.chunk_tokens
+    assert not auto.train.has_auto_chunks
+    whole = load_run(None, [*LONG, "train.chunk_tokens=0"], world=1, hardware="rtx4090")
+    assert whole.train.chunk_tokens == 0
+    assert whole.train.offload_activations
+
+
+def test_it_does_not_offload_more_than_the_machine_has_memory_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = devices()["rtx4090"]
+    monkeypatch.setattr("longspan.planning.auto.this_device", lambda run, world: gpu)
+    monkeypatch.setattr("longspan.planning.auto.cpu_memory", lambda: 1 << 40)
+    whole = [*LONG, "train.chunk_tokens=0"]
+    run = load_run(None, whole, builtin="cuda", world=1)
+    assert run.train.offload_activations
+    monkeypatch.setattr("longspan.planning.auto.cpu_memory", lambda: 1 << 20)
+    with pytest.raises(UserError, match=r"nothing fits in 24 GiB and 0\.0 GiB of CPU memory"):
+        load_run(None, whole, builtin="cuda", world=1)
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from longspan.cli import main
 from longspan.config import AXES, Run
-from longspan.hardware import devices
+from longspan.hardware import Device, devices
 from longspan.planning import limits
-from longspan.planning.memory import memory_per_rank
-from longspan.planning.run_time import predict
-from longspan.planning.search import ALLOWANCE, SHOWN, factorizations, search
+from longspan.planning.chunks import chunk_sizes
+from longspan.planning.savings import LEAST_CHUNK, TILE_TOKENS
+from longspan.planning.search import (
+    ALLOWANCE,
+    FEW,
+    SHOWN,
+    Candidate,
+    candidate_of,
+    factorizations,
+    search,
+)
 from longspan.rules import check_rules
 from longspan.runfile import load_run
 
@@ -33,22 +43,27 @@ def test_factorizations_are_all_tuples_with_that_product() -> None:
     assert sorted(found) == sorted(every)
 
 
-@pytest.mark.parametrize("gib", [80, 20, 12])
-def test_the_first_is_the_fastest_of_all_that_the_rules_allow_and_that_fit(gib: int) -> None:
-    run, device, world = any_run(), replace(H100, memory=gib * GIB), 4
-    best: dict[tuple[int, ...], float] = {}
+def modes_of(run: Run) -> list[dict[str, Any]]:
     quarter = -(-run.model.layers // 4)
     counts = (*range(quarter, run.model.layers, quarter), None)
     modes = [("none", None), ("selective", None), *(("full", count) for count in counts)]
-    for ranks, zero, size, (mode, count) in itertools.product(
-        factorizations(world, len(AXES)), (1, 2, 3), (1, 2, 4, 8), modes
+    return [{"activation_checkpointing": mode, "recompute_layers": count} for mode, count in modes]
+
+
+def fastest_of_all(
+    run: Run,
+    device: Device,
+    layouts: Iterable[tuple[int, ...]],
+    others: Sequence[dict[str, Any]],
+) -> dict[tuple[int, ...], Candidate]:
+    """By layout: of every ZeRO stage, micro-batch and mode, with each of `others`, what fits."""
+    best: dict[tuple[int, ...], Candidate] = {}
+    for ranks, zero, size, mode, other in itertools.product(
+        layouts, (1, 2, 3), (1, 2, 4, 8), modes_of(run), others
     ):
+        world = math.prod(ranks)
         layout = {**dict(zip(AXES, ranks, strict=True)), "zero": zero}
-        train = {
-            "micro_batch": size,
-            "activation_checkpointing": mode,
-            "recompute_layers": count,
-        }
+        train = {"micro_batch": size, **mode, **other}
         one = run.model_copy(
             update={
                 "layout": run.layout.model_copy(update=layout),
@@ -56,19 +71,66 @@ def test_the_first_is_the_fastest_of_all_that_the_rules_allow_and_that_fit(gib: 
             }
         )
         sections = {name: getattr(one, name) for name in type(one).model_fields}
-        if check_rules(sections, world):
+        if (world == 1 and zero > 1) or check_rules(sections, world):
             continue
-        needed = max(memory.on_device for memory in memory_per_rank(one, world))
-        if needed + ALLOWANCE <= device.memory:
-            rate = predict(one, world, device).tokens_per_s
-            best[ranks] = max(rate, best.get(ranks, 0.0))
+        found = candidate_of(one, world, device)
+        if found.fits and (ranks not in best or found.time.step_s < best[ranks].time.step_s):
+            best[ranks] = found
+    return best
+
+
+TILED: list[dict[str, Any]] = [{}, {"mlp_tile_tokens": TILE_TOKENS}]
+
+
+@pytest.mark.parametrize("gib", [80, 20, 12])
+def test_the_first_is_the_fastest_of_all_that_the_rules_allow_and_that_fit(gib: int) -> None:
+    """If the fastest layout recomputes, it and the next may have tiles."""
+    run, device, world = any_run(), replace(H100, memory=gib * GIB), 4
+    best = fastest_of_all(run, device, factorizations(world, len(AXES)), [{}])
     found = search(run, world, device)
-    expected = sorted(best.values(), reverse=True)[:SHOWN]
-    assert [x.time.tokens_per_s for x in found.ranked] == pytest.approx(expected)
+    plain = sorted(best.values(), key=lambda x: x.time.step_s)[:SHOWN]
+    if plain[0].run.train.activation_checkpointing != "none":
+        layouts = {tuple(x.run.layout.resolve(world).values()) for x in found.ranked[:FEW]}
+        best |= fastest_of_all(run, device, layouts, TILED)
+        assert any(x.run.train.mlp_tile_tokens for x in found.ranked) == (gib == 20)
+    else:
+        expected = [x.time.tokens_per_s for x in plain]
+        assert [x.time.tokens_per_s for x in found.ranked] == pytest.approx(expected)
     for x in found.ranked:
-        assert best[tuple(x.run.layout.resolve(world).values())] == pytest.approx(
-            x.time.tokens_per_s
-        )
+        expected_time = best[tuple(x.run.layout.resolve(world).values())].time
+        assert x.time.tokens_per_s == pytest.approx(expected_time.tokens_per_s)
+
+
+LONG = ["model.preset=125m", "data.context=262144", "train.global_batch=1", "train.micro_batch=1"]
+LONG += ["train.device=cuda", "train.precision=bf16", "data.documents=join"]
+
+
+@pytest.mark.parametrize("gib", [60, 40, 12, 8])
+def test_a_long_context_is_cut_into_chunks_where_that_is_fastest(gib: int) -> None:
+    """Against all sizes of chunks, tiles and modes of one device."""
+    run, device = any_run(*LONG), replace(H100, memory=gib * GIB)
+    sizes = [0, *(size for size in chunk_sizes(run) if size >= LEAST_CHUNK)]
+    others = [{**x, "chunk_tokens": size} for x in TILED for size in sizes]
+    (best,) = fastest_of_all(run, device, [(1, 1, 1, 1, 1)], others).values()
+    found = search(run, 1, device).best
+    assert found.fits
+    assert found.time.step_s == best.time.step_s
+    assert (found.run.train.chunk_tokens > 0) == (gib < 40)
+
+
+def test_what_is_offloaded_is_taken_only_where_nothing_fits_without_and_the_cpu_has_room() -> None:
+    run = any_run(*LONG)
+    small = replace(H100, memory=5 * GIB)
+    found = search(run, 1, small)
+    train = found.best.run.train
+    assert train.offload_activations or train.offload_chunk_rows
+    assert not found.best.run.layout.offload
+    assert found.best.offloaded > 0
+    assert f"{found.best.offloaded / GIB:,.1f} GiB in CPU memory per device" in str(found)
+    without = search(run, 1, small, fixed=["offload_activations", "offload_chunk_rows"])
+    assert not without.ranked or without.best.run.layout.offload
+    limited = search(run, 1, small, cpu_memory=found.best.offloaded - 1)
+    assert all(x.offloaded < found.best.offloaded for x in limited.ranked)
 
 
 def test_a_faster_way_that_does_not_fit_and_a_slower_one_are_explained() -> None:
@@ -82,8 +144,8 @@ def test_a_faster_way_that_does_not_fit_and_a_slower_one_are_explained() -> None
 
 def test_offload_is_taken_only_where_nothing_fits_without() -> None:
     run, nothing = any_run("data.context=512"), replace(H100, memory=int(ALLOWANCE))
-    plain, offloaded = search(run, 4, nothing).smallest
-    least = plain.needed
+    *plain, offloaded = search(run, 4, nothing).smallest
+    least = min(x.needed for x in plain)
     assert offloaded.needed < least
     fitting = replace(H100, memory=int(least + ALLOWANCE))
     assert not search(run, 4, fitting).best.run.layout.offload
@@ -94,6 +156,7 @@ def test_offload_is_taken_only_where_nothing_fits_without() -> None:
 def test_where_nothing_fits_the_least_memory_is_named() -> None:
     found = search(any_run(), 2, replace(H100, memory=int(ALLOWANCE)))
     assert not found.ranked
+    assert not found.refusal
     least = min(x.needed for x in found.smallest) / GIB
     assert f"nothing fits in 2 GiB on 2 devices: the least is {least:,.1f} GiB" in str(found)
 

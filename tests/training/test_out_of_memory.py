@@ -14,7 +14,8 @@ import torch
 from longspan import faults
 from longspan.config import Run
 from longspan.errors import OutOfMemory
-from longspan.planning.ladder import halved, needed_by
+from longspan.planning.ladder import halved
+from longspan.planning.memory import needed_by
 from longspan.runfile import load_run
 from longspan.training import train
 from longspan.training.out_of_memory import (

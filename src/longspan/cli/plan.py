@@ -157,7 +157,7 @@ def page_content(run: Run, gpus: int, found: Plan, device: Device | None) -> dic
         return content
     scaling = []
     for count in _counts(gpus):
-        ranked = search(run, count, device).ranked
+        ranked = search(run, count, device, shown=1).ranked
         scaling += [{"gpus": count, "tokens_per_s": x.time.tokens_per_s} for x in ranked[:1]]
     return {
         **content,

@@ -11,11 +11,12 @@ import os
 
 from longspan.config import Run
 from longspan.errors import UserError
-from longspan.hardware import Device, cpu_device, device_of, find_device, may_have_gpu
+from longspan.hardware import Device, cpu_device, cpu_memory, device_of, find_device, may_have_gpu
 from longspan.planning.chunks import chunk_sizes
 from longspan.planning.memory import memory_per_rank
 from longspan.planning.run_time import with_precision
-from longspan.planning.search import TRAIN_KEYS, Search, mode_text, search, usable_memory
+from longspan.planning.savings import CHUNKS, ROWS, SAVING_KEYS, savings_text
+from longspan.planning.search import MICRO_BATCH, TRAIN_KEYS, Search, search, usable_memory
 from longspan.rules import check_rules
 
 SHOWN = 8
@@ -25,8 +26,8 @@ SHOWN = 8
 def choose_layout(run: Run, world: int, hardware: str | None = None) -> Run:
     """The run with the layout that is predicted to be the fastest of those that fit.
 
-    Also the micro-batch and activation checkpointing, if the run file does not set them. The
-    devices are those of this machine, or `hardware`.
+    Also the micro-batch, activation checkpointing and what else saves memory, if the run file does
+    not set them. The devices are those of this machine, or `hardware`.
     """
     for key, value in (("model.factory", run.model.factory), ("engine.name", run.engine.name)):
         if value not in ("", "native"):
@@ -36,16 +37,17 @@ def choose_layout(run: Run, world: int, hardware: str | None = None) -> Run:
             )
     device = device_of(hardware) if hardware else this_device(run, world)
     fixed = [key for key in TRAIN_KEYS if key in run.train.model_fields_set]
-    found = search(run, world, device, fixed=fixed, shown=SHOWN)
+    if run.train.has_auto_chunks:
+        fixed = [key for key in fixed if key not in (CHUNKS, ROWS)]
+    here = None if hardware else cpu_memory() // processes_here(world)
+    found = search(run, world, device, fixed=fixed, shown=SHOWN, cpu_memory=here)
     if not found.ranked:
         raise UserError(f'layout = "auto": {"; ".join(found.why())}; see longspan plan')
     best = found.best.run
     chosen = {key: getattr(best.train, key) for key in TRAIN_KEYS}
+    train = run.train.with_chunks(best.train.chunk_tokens).model_copy(update=chosen)
     return run.model_copy(
-        update={
-            "layout": best.layout.taken_for(_why(found, fixed)),
-            "train": run.train.model_copy(update=chosen),
-        }
+        update={"layout": best.layout.taken_for(_why(found, fixed)), "train": train}
     )
 
 
@@ -77,7 +79,7 @@ def this_device(run: Run, world: int) -> Device:
     """What each of the processes of this machine, of `world` in all, has to compute on."""
     if run.train.gpu:
         return device_of(run.train.gpu)
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    here = processes_here(world)
     if run.train.device == "cpu" or not may_have_gpu():
         return cpu_device(here)
     import torch
@@ -95,12 +97,15 @@ def this_device(run: Run, world: int) -> Device:
     return found
 
 
+def processes_here(world: int) -> int:
+    """The processes of this machine, of `world` in all."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
+
+
 def _why(found: Search, fixed: list[str]) -> str:
-    train = found.best.run.train
-    words = {
-        "micro_batch": f"micro-batch {train.micro_batch}",
-        "activation_checkpointing": f"activation checkpointing {mode_text(train)}",
-    }
-    chosen = [word for key, word in words.items() if key not in fixed]
-    text = ", ".join(["the fastest predicted of those that fit", *chosen])
-    return "; ".join([text, *found.why()[:1]])
+    train, chosen = found.best.run.train, ["the fastest predicted of those that fit"]
+    if MICRO_BATCH not in fixed:
+        chosen.append(f"micro-batch {train.micro_batch}")
+    if not set(SAVING_KEYS) <= set(fixed):
+        chosen.append(savings_text(train))
+    return "; ".join([", ".join(chosen), *found.why()[:1]])

@@ -6,22 +6,31 @@ settings and the same numbers.
 
 from __future__ import annotations
 
+import heapq
+import itertools
+import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longspan.config import Run
 from longspan.hardware import Device
 from longspan.planning.chunks import chunk_sizes
-from longspan.planning.memory import memory_per_rank
-from longspan.planning.run_time import predict
-from longspan.rules import first_layout_problem
+from longspan.planning.memory import needed_by
+from longspan.planning.run_time import RunTime, predict
+from longspan.planning.savings import (
+    CHUNKED_CONTEXT,
+    FAST_IN_CHUNKS,
+    TILE_TOKENS,
+    Savings,
+    is_allowed,
+    with_train,
+)
+from longspan.planning.search import TRAIN_KEYS, Candidate, settings_of, with_memory
 
 GIB = 2**30
-MIN_CHUNKED = 1 << 16
-"""Contexts from which on chunks are suggested."""
-TILE_TOKENS = 8192
-"""Of the tiles that are suggested: enough rows for the matrix products to run at full rate."""
+GAIN = 1.005
+"""Of two predictions, what is less than so much faster is not."""
 Change = Callable[[Run], Run]
 
 
@@ -35,7 +44,6 @@ class Rung:
     """That the changed run has."""
     run: Run | None
     """The changed run; None if it is not one that can be planned."""
-    is_more_devices: bool = False
 
     def needed(self) -> int | None:
         """Bytes that the fullest device must have; None if that is unknown."""
@@ -54,7 +62,13 @@ class Ladder:
     """Of each change: the setting, the cost in words, bytes needed and saved, and the predicted
     tokens/s of a device as a fraction of those without it."""
     together: list[str] | None
-    """The first changes that fit together on the same devices; None if none do."""
+    """The changes that fit together on the same devices, of which the run is fastest; None if none
+    do. What rounds otherwise, or waits in CPU memory, is changed only where nothing else fits."""
+    together_needed: int | None
+    together_offloaded: int | None
+    """Bytes that each process must have in CPU memory."""
+    together_speed: float | None
+    """Tokens/s of a device with them as a fraction of those without."""
 
     def __str__(self) -> str:
         lines = [
@@ -71,8 +85,15 @@ class Ladder:
             )
         if self.together is None:
             lines.append("  together on these devices: not enough")
-        elif len(self.together) > 1:
-            lines.append(f"  together: {' '.join(self.together)}")
+        else:
+            assert self.together_needed is not None
+            assert self.together_offloaded is not None
+            assert self.together_speed is not None
+            gib = f"{self.together_needed / GIB:,.1f} GiB"
+            if self.together_offloaded:
+                gib += f" and {self.together_offloaded / GIB:,.1f} in CPU memory"
+            speed = f"{self.together_speed - 1:+.0%}"
+            lines.append(f"  the fastest that fits ({gib}, {speed}): {' '.join(self.together)}")
         return "\n".join(lines)
 
 
@@ -96,29 +117,109 @@ def ladder(run: Run, gpus: int, device: Device, limit: int) -> Ladder | None:
                 "speed": speed,
             }
         )
-    return Ladder(needed, limit, rows, _path(run, gpus, limit))
+    found = fastest_that_fits(run, gpus, device, limit)
+    if found is None:
+        return Ladder(needed, limit, rows, None, None, None, None)
+    changes, speed = _changes_between(run, found.run), found.time.tokens_per_s / now
+    return Ladder(needed, limit, rows, changes, found.needed, found.offloaded, speed)
 
 
-def _path(run: Run, gpus: int, limit: int) -> list[str] | None:
-    """Changes that fit together, each the cheapest that is left; None if all are not enough."""
-    settings: list[str] = []
-    while needed_by(run, gpus) > limit:
-        left = [
-            x
-            for x in rungs(run, gpus)
-            if x.run and not x.is_more_devices and needed_by(x.run, gpus) < needed_by(run, gpus)
-        ]
-        if not left or left[0].run is None:
-            return None
-        run, setting = left[0].run, left[0].setting
-        key = setting.split("=")[0]
-        settings = [x for x in settings if not x.startswith(f"{key}=")] + [setting]
-    return settings
+def faster_roundings(run: Run, gpus: int, device: Device) -> list[dict[str, Any]]:
+    """What rounds otherwise and is predicted to be faster, each by itself: as rungs of a ladder."""
+    needed, now = needed_by(run, gpus), predict(run, gpus, device).tokens_per_s
+    options = {"residual_precision": "bf16"}, {"fp8": True}
+    found = []
+    for update in options if device.peak("fp8") else options[:1]:
+        changed = with_train(run, **update)
+        if changed.train == run.train or not is_allowed(changed, gpus):
+            continue
+        speed = predict(changed, gpus, device).tokens_per_s / now
+        if speed >= GAIN:
+            setting, size = _changes_between(run, changed)[0], needed_by(changed, gpus)
+            found.append(
+                {"setting": setting, "needed": size, "saves": needed - size, "speed": speed}
+            )
+    return found
 
 
-def needed_by(run: Run, gpus: int) -> int:
-    """Bytes that the fullest device must have."""
-    return max(memory.on_device for memory in memory_per_rank(run, gpus))
+def fastest_that_fits(run: Run, gpus: int, device: Device, limit: int) -> Candidate | None:
+    """The run in its layout with what makes it fit, None if nothing does.
+
+    First what computes the same, then what rounds otherwise, then offload to CPU.
+    """
+    exact = list(_smaller_micro_batches(run))
+    rounded = list(_rounded(exact, gpus))
+    offloaded = [_set("layout", offload=True)(x) for x in rounded]
+    savings = Savings(gpus, others=True)
+    offloading = replace(savings, offloads=True)
+    for starts, steps in (
+        (exact, savings),
+        (rounded, savings),
+        (rounded, offloading),
+        (offloaded, offloading),
+    ):
+        allowed = [x for x in starts if is_allowed(x, gpus)]
+        if (found := _fastest_after(allowed, steps, device, limit)) is not None:
+            return found
+    return None
+
+
+def _smaller_micro_batches(run: Run) -> Iterator[Run]:
+    yield run
+    while run.train.micro_batch > 1:
+        run = with_train(run, micro_batch=halved(run.train.micro_batch))
+        yield run
+
+
+def _rounded(runs: list[Run], gpus: int) -> Iterator[Run]:
+    """With a residual stream in bf16, with 8-bit moments, and with both."""
+    options: list[dict[str, Any]] = [{}]
+    options += [{**x, "residual_precision": "bf16"} for x in options]
+    if runs[0].train.optimizer == "adamw":
+        options += [{**x, "optimizer": "adamw8bit"} for x in options]
+    for run, update in itertools.product(runs, options):
+        if is_allowed(changed := with_train(run, **update), gpus):
+            yield changed
+
+
+def _fastest_after(
+    starts: list[Run], savings: Savings, device: Device, limit: int
+) -> Candidate | None:
+    """The fastest of what follows `starts` by steps that save memory and take longer."""
+    count, seen = itertools.count(), set[tuple[Any, ...]]()
+    queue = list[tuple[float, int, Run, RunTime]]()
+
+    def put(run: Run) -> None:
+        key = (*settings_of(run), run.train.residual_precision, run.train.optimizer)
+        if key not in seen:
+            seen.add(key)
+            time = predict(run, savings.gpus, device)
+            heapq.heappush(queue, (time.step_s, next(count), run, time))
+
+    for start in starts:
+        if needed_by(savings.last(start), savings.gpus) <= limit:
+            put(start)
+    while queue:
+        _, _, run, time = heapq.heappop(queue)
+        if needed_by(run, savings.gpus) <= limit:
+            return with_memory(run, time)
+        for smaller in savings.after(run):
+            put(smaller)
+    return None
+
+
+def _changes_between(old: Run, new: Run) -> list[str]:
+    """As overrides of a command."""
+    keys = [("layout", "zero"), ("layout", "offload")]
+    keys += [("train", key) for key in ("optimizer", "residual_precision", "fp8", *TRAIN_KEYS)]
+    found = []
+    for section, key in keys:
+        before, after = (getattr(getattr(x, section), key) for x in (old, new))
+        if before != after:
+            after = new.model.layers if after is None else after  # of recompute_layers: all
+            value = after if isinstance(after, str) else json.dumps(after)
+            found.append(f"{section}.{key}={value}")
+    return found
 
 
 def rungs(run: Run, gpus: int) -> list[Rung]:
@@ -126,14 +227,9 @@ def rungs(run: Run, gpus: int) -> list[Rung]:
     is_planned = run.engine.name == "native" and not run.model.factory
     found = []
     for setting, cost, change, factor in _changes(run, gpus):
-        changed: Run | None = change(run)
-        assert changed is not None
-        sections = {name: getattr(changed, name) for name in type(changed).model_fields}
-        if first_layout_problem(sections, gpus * factor):
-            continue
-        found.append(
-            Rung(setting, cost, gpus * factor, changed if is_planned else None, factor > 1)
-        )
+        if is_allowed(changed := change(run), gpus * factor):
+            planned = changed if is_planned else None
+            found.append(Rung(setting, cost, gpus * factor, planned))
     return found
 
 
@@ -153,15 +249,22 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
     if is_native and ranks["shard"] * ranks["sequence"] > 1 and 0 < layout.zero < 3:
         more = layout.zero + 1
         yield f"layout.zero={more}", "more communication", _set("layout", zero=more), 1
+    if train.residual_precision == "fp32" and train.precision == "bf16" and is_native:
+        change = _set("train", residual_precision="bf16")
+        yield "train.residual_precision=bf16", "sums of the residual stream are rounded", change, 1
     if train.optimizer == "adamw" and is_native:
         change = _set("train", optimizer="adamw8bit")
         yield "train.optimizer=adamw8bit", "8-bit moments", change, 1
+    if train.optimizer == "adamw8bit" and train.parameter_precision == "fp32":
+        change = _set("train", parameter_precision="bf16")
+        yield "train.parameter_precision=bf16", "no fp32 master weights", change, 1
     tokens = train.micro_batch * (train.chunk_tokens or run.data.context) // ranks["sequence"]
     if not train.mlp_tile_tokens and tokens > TILE_TOKENS:
         change = _set("train", mlp_tile_tokens=TILE_TOKENS)
         cost = "gate and up of the MLP again, unless recomputed anyway"
         yield f"train.mlp_tile_tokens={TILE_TOKENS}", cost, change, 1
-    long = run.data.context >= MIN_CHUNKED and is_native and not run.model.factory
+    long = run.data.context >= CHUNKED_CONTEXT and is_native and not run.model.factory
+    long = long and all(kind in FAST_IN_CHUNKS for kind in run.attention.kinds)
     if long and (sizes := chunk_sizes(run)):
         change = _set("train", chunk_tokens=sizes[0])
         cost = "a forward pass more, about a quarter"
@@ -176,6 +279,9 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
         change = _set("train", offload_activations=True)
         cost = "copies to the CPU and back, beside compute"
         yield "train.offload_activations=true", cost, change, 1
+    if train.chunk_tokens and not train.offload_chunk_rows:
+        change = _set("train", offload_chunk_rows=True)
+        yield "train.offload_chunk_rows=true", "copies of earlier keys and values", change, 1
     if train.offload_limit_gib is not None:
         change = _set("train", offload_limit_gib=None)
         yield "without train.offload_limit_gib", "more CPU memory", change, 1

@@ -57,7 +57,8 @@ class DeviceMemory:
     signs: int
     """Signs of sketched layers, one bit each; only `tensor` and `pipeline` shard them."""
     offloaded: int
-    """The part of these bytes that is offloaded to CPU, and activations that are."""
+    """The part of these bytes that is offloaded to CPU, and activations and rows of earlier chunks
+    that are."""
     peak: Mapping[str, int]
     """What is on the device when a step needs most, by name."""
     peak_at: str
@@ -94,17 +95,23 @@ def memory_per_rank(run: Run, world: int, allowance: Allowance = ALLOWANCE) -> l
     if chunks := chunks_of(run):
         (memory,) = memory_per_rank(chunks.of_chunk, world, allowance)
         rows = row_bytes(run, run.layout.resolve(world))
-        rows[ROWS] *= not run.train.offload_chunk_rows
+        offloaded = rows.pop(ROWS) if run.train.offload_chunk_rows else 0
         lost = 0 if run.train.device == "cpu" else int(allowance.fragmentation * sum(rows.values()))
         return [
             replace(
                 memory,
+                offloaded=memory.offloaded + offloaded,
                 peak={**memory.peak, **rows},
                 fragmentation=memory.fragmentation + lost,
             )
         ]
     split = ModelSplit(run, world)
     return [_memory(run, split, stage, allowance) for stage in range(split.degrees.pipeline)]
+
+
+def needed_by(run: Run, gpus: int) -> int:
+    """Bytes that the fullest device must have."""
+    return max(memory.on_device for memory in memory_per_rank(run, gpus))
 
 
 class _Counts:

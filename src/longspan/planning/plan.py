@@ -5,7 +5,7 @@ For a known device also time and cost, and what to change where the run does not
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
@@ -17,7 +17,7 @@ from longspan.errors import UserError
 from longspan.flops import flops_per_sample
 from longspan.hardware import Device
 from longspan.planning.forecast import Forecast, forecast
-from longspan.planning.ladder import Ladder, ladder
+from longspan.planning.ladder import Ladder, faster_roundings, ladder
 from longspan.planning.memory import PARTS, DeviceMemory, memory_per_rank
 from longspan.planning.search import usable_memory
 from longspan.wording import counted
@@ -61,6 +61,8 @@ class Plan:
     """Time and cost, if the device is known."""
     ladder: Ladder | None = None
     """What to change, if the run does not fit the device."""
+    roundings: list[dict[str, Any]] = field(default_factory=list)
+    """What rounds otherwise and is faster, if it fits."""
 
     def as_dict(self) -> dict[str, Any]:
         stages = [
@@ -71,10 +73,18 @@ class Plan:
 
     def __str__(self) -> str:
         forecast = [] if self.forecast is None else [str(self.forecast)]
-        return "\n\n".join([self._summary(), *forecast, *self._fit(), self._alternatives()])
+        parts = [self._summary(), *forecast, *self._fit(), *self._roundings(), self._alternatives()]
+        return "\n\n".join(parts)
 
     def _fit(self) -> list[str]:
         return [self._memory()] if self.ladder is None else [self._memory(), str(self.ladder)]
+
+    def _roundings(self) -> list[str]:
+        lines = [
+            f"  {x['setting']:<40}{x['speed'] - 1:+.1%} tokens/s, {x['needed'] / GIB:,.1f} GiB"
+            for x in self.roundings
+        ]
+        return ["\n".join(["predicted to be faster, but rounded otherwise:", *lines])] * bool(lines)
 
     def _summary(self) -> str:
         total = self.matmul_flops + self.attention_flops
@@ -157,6 +167,7 @@ def plan(run: Run, gpus: int, device: Device | None = None, tokens: int | None =
         train = run.train.model_copy(update={"precision": "bf16"})
         run = run.model_copy(update={"train": train})
     parameters = count_parameters(run.model)
+    to_fit = None if device is None else ladder(run, gpus, device, int(usable_memory(device)))
     context, ranks = run.data.context, run.layout.resolve(gpus)
     matrices, attention = flops_per_sample(
         run.model, patterns_of(run.attention, run.model.layers), context, run.train.freeze
@@ -173,7 +184,10 @@ def plan(run: Run, gpus: int, device: Device | None = None, tokens: int | None =
         checkpoint_bytes=checkpoint_bytes(run.model, run.train),
         alternatives=_alternatives(run, gpus),
         forecast=None if device is None else forecast(run, gpus, device, tokens),
-        ladder=None if device is None else ladder(run, gpus, device, int(usable_memory(device))),
+        ladder=to_fit,
+        roundings=faster_roundings(run, gpus, device)
+        if device is not None and to_fit is None
+        else [],
     )
 
 

@@ -1,7 +1,8 @@
 """Which layout to train with: all that a number of devices allows, ranked by predicted tokens/s.
 
-Searched are the ranks of every axis and the ZeRO stage, activation checkpointing, the micro-batch
-and, if nothing fits without it, offload. What a run must hold to is not restated here: `rules`
+Searched are the ranks of every axis and the ZeRO stage, activation checkpointing and the
+micro-batch; where memory is short, also the MLP in tiles, chunks and offloaded activations; and, if
+nothing fits without it, `layout.offload`. What a run must hold to is not restated here: `rules`
 refuses candidates, `memory_per_rank` says what they need, `run_time.py` how long they take.
 
 A prediction without collectives is fast, and a lower bound of the time. Candidates are taken in its
@@ -13,14 +14,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from longspan.config import AXES, Layout, Run, Train
+from longspan.config import AXES, Run
 from longspan.hardware import Device
-from longspan.planning.memory import memory_per_rank
-from longspan.planning.parameters import Degrees
+from longspan.planning.memory import memory_per_rank, needed_by
 from longspan.planning.rates import RunRates, rates_of
 from longspan.planning.run_time import (
     RunTime,
@@ -29,7 +29,16 @@ from longspan.planning.run_time import (
     with_communication,
     with_precision,
 )
-from longspan.rules import Problem, first_layout_problem
+from longspan.planning.savings import (
+    CHECKPOINTING,
+    RECOMPUTED,
+    SAVING_KEYS,
+    Savings,
+    layout_problem,
+    savings_text,
+    uses_zero,
+    with_train,
+)
 from longspan.wording import counted
 
 GIB = 2**30
@@ -40,12 +49,12 @@ ALLOWANCE = 1.5 * GIB
 """Of a GPU's memory, for its context, libraries and what the plan does not see."""
 SHOWN = 10
 """Layouts in the table."""
-MICRO_BATCH, CHECKPOINTING, RECOMPUTED = TRAIN_KEYS = (
-    "micro_batch",
-    "activation_checkpointing",
-    "recompute_layers",
-)
+MICRO_BATCH = "micro_batch"
+TRAIN_KEYS = (MICRO_BATCH, *SAVING_KEYS)
 """What is searched besides the layout."""
+FEW = 3
+"""Layouts of which all that saves memory is searched: those that are fastest without, if they
+recompute; or, where nothing fits without, those that are found first."""
 REFUSED = 50
 """Candidates that do not fit, of which is told how fast they would be."""
 MAX_MICRO_BATCHES = 8
@@ -60,6 +69,8 @@ class Candidate:
     time: RunTime
     needed: int
     """Bytes on the fullest device."""
+    offloaded: int
+    """Bytes in CPU memory of the process that has most there."""
 
     @property
     def fits(self) -> bool:
@@ -67,7 +78,9 @@ class Candidate:
 
     @property
     def text(self) -> str:
-        return f"{layout_text(self.run, self.time.gpus)}, {_train_text(self.run)}"
+        text = f"{layout_text(self.run, self.time.gpus)}, {_train_text(self.run)}"
+        in_cpu = f", {self.offloaded / GIB:,.1f} GiB in CPU memory per device"
+        return f"{text}{in_cpu if self.offloaded else ''}"
 
     def beside(self, other: Candidate) -> str:
         """Its text without what is the same in another."""
@@ -82,6 +95,7 @@ class Candidate:
             "train": {key: getattr(run.train, key) for key in (*TRAIN_KEYS, "global_batch")},
             "context": run.data.context,
             "memory_bytes": self.needed,
+            "offloaded_bytes": self.offloaded,
             **self.time.as_dict(),
         }
 
@@ -92,6 +106,8 @@ class Search:
 
     gpus: int
     device: Device
+    cpu_memory: int | None = None
+    """Bytes for what a process offloads; None if they are not known."""
     tried: int = 0
     """Candidates whose time and memory were predicted."""
     ranked: list[Candidate] = field(default_factory=list)
@@ -106,6 +122,13 @@ class Search:
     @property
     def best(self) -> Candidate:
         return self.ranked[0]
+
+    def has_room_for(self, run: Run) -> bool:
+        memory = memory_per_rank(run, self.gpus)
+        in_cpu = max(x.offloaded for x in memory)
+        if self.cpu_memory is not None and in_cpu > self.cpu_memory:
+            return False
+        return max(x.on_device for x in memory) <= usable_memory(self.device)
 
     def why(self) -> list[str]:
         """Why the first and not the others, in words."""
@@ -134,8 +157,13 @@ class Search:
             why = f": {self.refusal}" if self.refusal else ""
             return f"no layout of {counted(self.gpus, 'device')} fits the rules of this run{why}"
         least = min(self.smallest, key=lambda x: x.needed)
+        cpu = (
+            ""
+            if self.cpu_memory is None
+            else f" and {self.cpu_memory / GIB:,.1f} GiB of CPU memory"
+        )
         return (
-            f"nothing fits in {self.device.memory / GIB:,.0f} GiB on "
+            f"nothing fits in {self.device.memory / GIB:,.0f} GiB{cpu} on "
             f"{counted(self.gpus, 'device')}: the least is {least.needed / GIB:,.1f} GiB, with "
             f"{least.text}"
         )
@@ -174,11 +202,13 @@ def usable_memory(device: Device) -> float:
 def candidate_of(run: Run, gpus: int, device: Device, rates: RunRates | None = None) -> Candidate:
     """The time and memory of a run as it is."""
     run = with_precision(run, device)
-    return Candidate(run, predict(run, gpus, device, rates), _needed(run, gpus))
+    return with_memory(run, predict(run, gpus, device, rates))
 
 
-def _needed(run: Run, gpus: int) -> int:
-    return max(memory.on_device for memory in memory_per_rank(run, gpus))
+def with_memory(run: Run, time: RunTime) -> Candidate:
+    memory = memory_per_rank(run, time.gpus)
+    needed, offloaded = (max(getattr(x, key) for x in memory) for key in ("on_device", "offloaded"))
+    return Candidate(run, time, needed, offloaded)
 
 
 def search(
@@ -189,34 +219,61 @@ def search(
     fixed: Collection[str] = (),
     rates: RunRates | None = None,
     shown: int = SHOWN,
+    cpu_memory: int | None = None,
 ) -> Search:
-    """Rank the ways to train `run` on `gpus` devices; keys of [train] in `fixed` are kept."""
-    rates, found = rates or rates_of(device), Search(gpus, device)
+    """Rank the ways to train `run` on `gpus` devices; keys of [train] in `fixed` are kept.
+
+    `cpu_memory`: bytes that a process has for what it offloads, if they are known.
+    """
+    rates, found = rates or rates_of(device), Search(gpus, device, cpu_memory)
     run = with_precision(run, device)
-    for offload in (False, True):
-        _search(run, gpus, rates, found, fixed, shown, offload)
-        if found.ranked:
-            break
-    if gpus and not found.tried and (problem := _problem(run, gpus)) is not None:
+    if run.train.has_auto_chunks:
+        run = run.model_copy(update={"train": run.train.with_chunks(0)})
+    first = list(first_candidates(run, gpus, fixed=fixed))
+    savings = Savings(gpus, fixed)
+    _search(first, savings, rates, shown, found)
+    if found.ranked:
+        if found.best.run.train.activation_checkpointing != "none":
+            _refine(first, savings, rates, shown, found)
+        return found
+    shown, savings = min(shown, FEW), replace(savings, others=True)
+    _search(first, savings, rates, shown, found)
+    if not found.ranked and device.name != "cpu":
+        savings = replace(savings, offloads=True)
+        _search(first, savings, rates, shown, found)
+        if not found.ranked:
+            first = list(first_candidates(run, gpus, fixed=fixed, offload=True))
+            _search(first, savings, rates, shown, found)
+    if gpus and not found.tried and (problem := layout_problem(run, gpus)) is not None:
         found.refusal = f"{problem.path} {problem.message}"
     return found
 
 
+def _refine(
+    first: Sequence[Run], savings: Savings, rates: RunRates, shown: int, found: Search
+) -> None:
+    """Search the fastest layouts again, which lack memory, with tiles and chunks."""
+    layouts = {_ranks(x) for x in found.ranked[:FEW]}
+    again = Search(found.gpus, found.device)
+    refined = [x for x in first if tuple(x.layout.resolve(found.gpus).values()) in layouts]
+    _search(refined, replace(savings, others=True), rates, shown, again)
+    others = [x for x in found.ranked if _ranks(x) not in layouts]
+    found.ranked = sorted([*again.ranked, *others], key=lambda x: x.time.step_s)
+    found.tried += again.tried
+    _put_simplest_first(found)
+    found.too_large = [x for x in again.too_large if x.time.step_s < found.best.time.step_s]
+
+
 def _search(
-    run: Run,
-    gpus: int,
-    rates: RunRates,
-    found: Search,
-    fixed: Collection[str],
-    shown: int,
-    offload: bool,
+    first: Sequence[Run], savings: Savings, rates: RunRates, shown: int, found: Search
 ) -> None:
     """Take candidates from the fastest to the slowest until `shown` layouts fit.
 
     What follows a candidate that does not fit saves memory and takes at least as long. If the last
     of those that follow does not fit, none does.
     """
-    count, queue = itertools.count(), list[tuple[float, int, bool, Run, RunTime]]()
+    gpus, count = found.gpus, itertools.count()
+    queue = list[tuple[float, int, bool, Run, RunTime]]()
     hopeless, refused = list[tuple[Run, RunTime]](), list[tuple[Run, RunTime]]()
     smallest = list[tuple[int, Run]]()
 
@@ -224,7 +281,6 @@ def _search(
         known = time or compute_time(candidate, gpus, found.device, rates)
         heapq.heappush(queue, (known.step_s, next(count), time is not None, candidate, known))
 
-    first = list(first_candidates(run, gpus, fixed=fixed, offload=offload))
     for candidate in first:
         put(candidate)
     untried = set(map(id, first))
@@ -236,22 +292,21 @@ def _search(
             continue
         if is_whole:
             layouts.add(ranks)
-            found.ranked.append(Candidate(candidate, time, _needed(candidate, gpus)))
+            found.ranked.append(with_memory(candidate, time))
             continue
         found.tried += 1
         if id(candidate) in untried:
-            last = _last(candidate, gpus, fixed)
-            if (least := _needed(last, gpus)) > usable_memory(found.device):
+            last = savings.last(candidate)
+            if (least := needed_by(last, gpus)) > usable_memory(found.device):
                 smallest.append((least, last))
                 hopeless.append((candidate, time))
                 continue
-        if _needed(candidate, gpus) <= usable_memory(found.device):
+        if found.has_room_for(candidate):
             put(candidate, with_communication(time, candidate, rates) if gpus > 1 else time)
             continue
         refused.append((candidate, time))
-        for smaller in _smaller(candidate, gpus, fixed):
-            train = smaller.train
-            key = (ranks, smaller.layout.zero, *(getattr(train, name) for name in TRAIN_KEYS))
+        for smaller in savings.after(candidate):
+            key = (ranks, *settings_of(smaller))
             if key not in seen:
                 seen.add(key)
                 put(smaller)
@@ -262,9 +317,18 @@ def _search(
         faster = [x for x, time in [*hopeless, *refused] if time.step_s < limit]
         tried = (candidate_of(x, gpus, found.device, rates) for x in reversed(faster[-REFUSED:]))
         found.too_large = [x for x in tried if x.time.step_s < limit][:SHOWN]
-    elif smallest:
+    elif smallest and savings.others:
         _, least_run = min(smallest, key=lambda x: x[0])
         found.smallest.append(candidate_of(least_run, gpus, found.device, rates))
+
+
+def settings_of(run: Run) -> tuple[Any, ...]:
+    """What is searched besides the ranks of axes."""
+    return run.layout.zero, *(getattr(run.train, key) for key in TRAIN_KEYS)
+
+
+def _ranks(candidate: Candidate) -> tuple[int, ...]:
+    return tuple(candidate.run.layout.resolve(candidate.time.gpus).values())
 
 
 def _put_simplest_first(found: Search) -> None:
@@ -288,73 +352,15 @@ def first_candidates(
         if rest:
             continue
         layout = run.layout.model_copy(update={**axes, "offload": offload})
-        if _uses_zero(layout, gpus):
+        if uses_zero(layout, gpus):
             layout = layout.model_copy(update={"zero": 1})
         for size in [run.train.micro_batch] if MICRO_BATCH in fixed else _micro_batches(per_rank):
             update: dict[str, Any] = {MICRO_BATCH: size}
             if CHECKPOINTING not in fixed:
                 update |= {CHECKPOINTING: "none", RECOMPUTED: None}
-            train = run.train.model_copy(update=update)
-            candidate = run.model_copy(update={"layout": layout, "train": train})
-            if _is_allowed(candidate, gpus):
+            candidate = with_train(run.model_copy(update={"layout": layout}), **update)
+            if layout_problem(candidate, gpus) is None:
                 yield candidate
-
-
-def _smaller(candidate: Run, gpus: int, fixed: Collection[str]) -> Iterator[Run]:
-    """The candidates that save more memory by one step: ZeRO stage, activation checkpointing."""
-    layout, train = candidate.layout, candidate.train
-    if _uses_zero(layout, gpus) and layout.zero < 3:
-        more = layout.model_copy(update={"zero": layout.zero + 1})
-        yield from _allowed(candidate.model_copy(update={"layout": more}), gpus, fixed)
-    update = _more_recomputation(train, candidate.model.layers)
-    if update and CHECKPOINTING not in fixed:
-        train = train.model_copy(update=update)
-        yield from _allowed(candidate.model_copy(update={"train": train}), gpus, fixed)
-
-
-def _more_recomputation(train: Train, layers: int) -> dict[str, Any]:
-    """The next step of activation checkpointing: "full" in quarters of the layers. None after all.
-
-    Each step saves memory and takes longer.
-    """
-    if train.activation_checkpointing == "none":
-        return {CHECKPOINTING: "selective"}
-    quarter = -(-layers // 4)
-    if train.activation_checkpointing == "selective":
-        return {CHECKPOINTING: "full", RECOMPUTED: quarter if quarter < layers else None}
-    if train.recompute_layers is None:
-        return {}
-    count = train.recompute_layers + quarter
-    return {RECOMPUTED: count if count < layers else None}
-
-
-def _last(candidate: Run, gpus: int, fixed: Collection[str]) -> Run:
-    """The last of the candidates that follow: what saves most memory."""
-    while following := list(_smaller(candidate, gpus, fixed)):
-        candidate = following[-1]
-    return candidate
-
-
-def _allowed(candidate: Run, gpus: int, fixed: Collection[str]) -> Iterator[Run]:
-    """The candidate, or what comes after it if a rule refuses it."""
-    if _is_allowed(candidate, gpus):
-        yield candidate
-    else:
-        yield from _smaller(candidate, gpus, fixed)
-
-
-def _uses_zero(layout: Layout, gpus: int) -> bool:
-    """Whether FSDP2 reduces gradients, over any ranks but those of DDP, or offloads them."""
-    return Degrees.of(layout, gpus).is_fsdp
-
-
-def _is_allowed(candidate: Run, gpus: int) -> bool:
-    return _problem(candidate, gpus) is None
-
-
-def _problem(candidate: Run, gpus: int) -> Problem | None:
-    sections = {name: getattr(candidate, name) for name in type(candidate).model_fields}
-    return first_layout_problem(sections, gpus)
 
 
 def factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
@@ -384,18 +390,12 @@ def layout_text(run: Run, gpus: int) -> str:
     """A layout in words, axes of one rank left out."""
     ranks = run.layout.resolve(gpus)
     axes = " × ".join(f"{axis} {n}" for axis, n in ranks.items() if n > 1) or "one process"
-    zero = f", ZeRO stage {run.layout.zero}" if _uses_zero(run.layout, gpus) else ""
+    zero = f", ZeRO stage {run.layout.zero}" if uses_zero(run.layout, gpus) else ""
     return f"{axes}{zero}{', offloaded to CPU' if run.layout.offload else ''}"
 
 
 def _train_text(run: Run) -> str:
-    return f"micro-batch {run.train.micro_batch}, activation checkpointing {mode_text(run.train)}"
-
-
-def mode_text(train: Train) -> str:
-    """The mode of activation checkpointing, in words."""
-    count = train.recompute_layers
-    return f"{train.activation_checkpointing}{f' of {count} layers' if count else ''}"
+    return f"micro-batch {run.train.micro_batch}, {savings_text(run.train)}"
 
 
 def _because(slower: RunTime, faster: RunTime) -> str:

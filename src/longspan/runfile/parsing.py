@@ -152,7 +152,7 @@ def parse_run(
     run = Run(**sections)  # type: ignore[arg-type]
     if is_auto:
         run = _with_layout(run, world, hardware)
-    return _with_chunks(run, world, hardware) if has_auto_chunks else run
+    return _with_chunks(run, world, hardware) if run.train.has_auto_chunks else run
 
 
 def _fill_batch(sections: dict[str, Section], tables: Mapping[str, Any]) -> list[Problem]:

@@ -20,7 +20,8 @@ from longspan.config import Run, Train
 from longspan.device import peak_memory
 from longspan.files import atomic_write_text
 from longspan.parallel.dtensor import to_local
-from longspan.planning.ladder import halved, needed_by, rungs
+from longspan.planning.ladder import halved, rungs
+from longspan.planning.memory import needed_by
 from longspan.training.state import TrainState
 
 HINT = "micro_batch"

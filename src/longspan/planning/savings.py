@@ -1,0 +1,146 @@
+"""What a run can change to need less memory and compute the same, one step at a time.
+
+Each step saves memory and takes at least as long: a higher ZeRO stage, recomputation of more
+layers, the MLP in tiles, smaller chunks, activations or rows of chunks offloaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from longspan.config import Layout, Run, Section, Train
+from longspan.planning.chunks import chunk_sizes
+from longspan.planning.parameters import Degrees
+from longspan.rules import Problem, check_rules, first_layout_problem
+
+TILE_TOKENS = 8192
+"""Of the tiles that are taken: enough rows for the matrix products to run at full rate."""
+CHUNKED_CONTEXT, LEAST_CHUNK = 1 << 16, 1 << 14
+"""Contexts from which on chunks are taken, and the smallest of these: the kernels of smaller ones
+are short, and their rows of earlier chunks many."""
+FAST_IN_CHUNKS = ("dense", "dilated", "window")
+"""Kinds of attention that have kernels for the rows of earlier chunks."""
+
+CHECKPOINTING, RECOMPUTED = "activation_checkpointing", "recompute_layers"
+TILES, CHUNKS = "mlp_tile_tokens", "chunk_tokens"
+OFFLOAD, ROWS = "offload_activations", "offload_chunk_rows"
+SAVING_KEYS = (CHECKPOINTING, RECOMPUTED, TILES, CHUNKS, OFFLOAD, ROWS)
+"""The keys of [train] that are changed."""
+
+
+@dataclass(frozen=True)
+class Savings:
+    """Which steps are taken on so many devices."""
+
+    gpus: int
+    fixed: Collection[str] = ()
+    """Keys of [train] that are kept."""
+    others: bool = False
+    """Tiles and chunks, besides ZeRO stages and recomputation."""
+    offloads: bool = False
+    """To CPU, of activations and of rows of chunks."""
+
+    def after(self, run: Run) -> Iterator[Run]:
+        """The run with one step more, of each kind that the rules allow."""
+        yield from self._sharded_or_recomputed(run)
+        more = [*(self._offloads(run) if self.offloads else ())]
+        more += self._others(run) if self.others else ()
+        yield from (x for x in more if is_allowed(x, self.gpus))
+
+    def last(self, run: Run) -> Run:
+        """The run after all steps: what needs least memory."""
+        while following := list(self.after(run)):
+            run = following[-1]
+        return run
+
+    def _sharded_or_recomputed(self, run: Run) -> Iterator[Run]:
+        layout = run.layout
+        if uses_zero(layout, self.gpus) and layout.zero < 3:
+            more = layout.model_copy(update={"zero": layout.zero + 1})
+            yield from self._allowed(run.model_copy(update={"layout": more}))
+        update = _more_recomputation(run.train, run.model.layers)
+        if update and CHECKPOINTING not in self.fixed:
+            yield from self._allowed(with_train(run, **update))
+
+    def _allowed(self, run: Run) -> Iterator[Run]:
+        """The run, or what comes after it if a rule refuses it."""
+        if layout_problem(run, self.gpus) is None:
+            yield run
+        else:
+            yield from self._sharded_or_recomputed(run)
+
+    def _offloads(self, run: Run) -> Iterator[Run]:
+        """Activations where all blocks are recomputed, which leaves one copy of each."""
+        train = run.train
+        is_full = train.activation_checkpointing == "full" and train.recompute_layers is None
+        if OFFLOAD not in self.fixed and is_full and not train.offload_activations:
+            yield with_train(run, **{OFFLOAD: True})
+        if ROWS not in self.fixed and train.chunk_tokens and not train.offload_chunk_rows:
+            yield with_train(run, **{ROWS: True})
+
+    def _others(self, run: Run) -> Iterator[Run]:
+        train, ranks = run.train, run.layout.resolve(self.gpus)
+        tokens = train.micro_batch * (train.chunk_tokens or run.data.context) // ranks["sequence"]
+        if TILES not in self.fixed and not train.mlp_tile_tokens and tokens > TILE_TOKENS:
+            yield with_train(run, **{TILES: TILE_TOKENS})
+        is_fast = all(kind in FAST_IN_CHUNKS for kind in run.attention.kinds)
+        if CHUNKS not in self.fixed and is_fast and run.data.context >= CHUNKED_CONTEXT:
+            for size in chunk_sizes(run)[:1]:
+                if size >= LEAST_CHUNK:
+                    yield run.model_copy(update={"train": train.with_chunks(size)})
+
+
+def _more_recomputation(train: Train, layers: int) -> dict[str, Any]:
+    """The next step of activation checkpointing: "full" in quarters of the layers. None after all.
+
+    Each step saves memory and takes longer.
+    """
+    if train.activation_checkpointing == "none":
+        return {CHECKPOINTING: "selective"}
+    quarter = -(-layers // 4)
+    if train.activation_checkpointing == "selective":
+        return {CHECKPOINTING: "full", RECOMPUTED: quarter if quarter < layers else None}
+    if train.recompute_layers is None:
+        return {}
+    count = train.recompute_layers + quarter
+    return {RECOMPUTED: count if count < layers else None}
+
+
+def with_train(run: Run, **update: Any) -> Run:
+    """The run with other values of [train]."""
+    return run.model_copy(update={"train": run.train.model_copy(update=update)})
+
+
+def uses_zero(layout: Layout, gpus: int) -> bool:
+    """Whether FSDP2 reduces gradients, over any ranks but those of DDP, or offloads them."""
+    return Degrees.of(layout, gpus).is_fsdp
+
+
+def is_allowed(run: Run, gpus: int) -> bool:
+    return not check_rules(_sections(run), gpus)
+
+
+def layout_problem(run: Run, gpus: int) -> Problem | None:
+    """The first of what the rules of layouts refuse, which is quicker to ask than all rules."""
+    return first_layout_problem(_sections(run), gpus)
+
+
+def _sections(run: Run) -> dict[str, Section]:
+    return {name: getattr(run, name) for name in type(run).model_fields}
+
+
+def savings_text(train: Train) -> str:
+    """In words."""
+    count = train.recompute_layers
+    mode = f"{train.activation_checkpointing}{f' of {count} layers' if count else ''}"
+    words = [f"activation checkpointing {mode}"]
+    if train.mlp_tile_tokens:
+        words.append(f"MLP in tiles of {train.mlp_tile_tokens:,} tokens")
+    if train.offload_activations:
+        words.append("activations offloaded")
+    if train.chunk_tokens:
+        rows = " with rows offloaded" if train.offload_chunk_rows else ""
+        words.append(f"chunks of {train.chunk_tokens:,} tokens{rows}")
+    return ", ".join(words)
