@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
 from longspan.cli import main
+from longspan.hardware import devices
+from longspan.planning.plan import plan
+from longspan.reporting import render
+from longspan.reporting.data import ResultData
+from longspan.runfile import load_run
 from tests.reporting.browser import needs_chromium, show
 
 OPTIONS = [
@@ -48,7 +54,20 @@ def test_a_page_shows_memory_time_scaling_and_layouts(tmp_path: Path) -> None:
 def test_a_page_says_what_does_not_fit(tmp_path: Path) -> None:
     file = tmp_path / "plan.html"
     assert main(["plan", *OPTIONS, "data.context=1048576", "--gpus", "2", "--html", str(file)]) == 0
-    assert re.search(r"pipeline rank 0, 1 does not fit: [\d.,]+ of 80 GiB", file.read_text())
+    page = file.read_text()
+    assert re.search(r"pipeline rank 0, 1 does not fit: [\d.,]+ of 80 GiB", page)
+    assert "activation checkpointing none, chunks of 16,384 tokens" in page
+
+
+def test_a_page_says_what_would_fit() -> None:
+    options = [x for x in OPTIONS if "." in x and x != "layout.pipeline=2"]
+    run = load_run(None, [*options, "data.context=131072", "train.precision=bf16"], world=1)
+    h100 = devices()["h100"]
+    content = json.loads(json.dumps(plan(run, 1, h100).as_dict()))
+    changes = " ".join(content["ladder"]["together"])
+    assert changes
+    page = render([ResultData(Path("plan"), "plan", {**content, "device_bytes": h100.memory})])
+    assert f"the fastest that fits: {changes}</li>" in page
 
 
 def test_without_a_device_the_page_shows_what_is_known(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ class Candidate:
             "layout": {key: getattr(run.layout, key) for key in keys},
             "train": {key: getattr(run.train, key) for key in (*TRAIN_KEYS, "global_batch")},
             "context": run.data.context,
+            "savings": savings_text(run.train),
             "memory_bytes": self.needed,
             "offloaded_bytes": self.offloaded,
             **self.time.as_dict(),

@@ -155,6 +155,8 @@ def _memory(content: Mapping[str, Any]) -> list[Child]:
     heads += [f"pipeline rank {i}" for i in range(len(stages))] if len(stages) > 1 else [""]
     largest = {name: max(sizes[name] for sizes in used) for name in names}
     too_large = _too_large([_parts(stage) for stage in every], device)
+    if too_large and (changes := texts(_object(content.get("ladder")).get("together"))):
+        too_large.append(f"the fastest that fits: {' '.join(changes)}")
     return [
         tag("h4", "Memory at the peak of a step"),
         note(f"The first {len(stages):,} of {len(every):,} pipeline ranks.")
@@ -208,10 +210,10 @@ def _search(content: Mapping[str, Any]) -> list[Child]:
                 *(plain(layout.get(axis)) for axis in AXES),
                 plain(layout.get("zero")),
                 plain(train.get("micro_batch")),
-                plain(train.get("activation_checkpointing")),
+                plain(row.get("savings")),
             ]
         )
-    heads = ["tokens/s", "MFU", "GiB", *AXES, "ZeRO", "micro-batch", "checkpointing"]
+    heads = ["tokens/s", "MFU", "GiB", *AXES, "ZeRO", "micro-batch", "what saves memory"]
     return [
         tag("h4", "Layouts that fit, the fastest first"),
         table(heads, rows, "right") if rows else None,
