@@ -58,6 +58,8 @@ class Case:
     """Of activations, in CPU memory."""
     chunk: int = 0
     """Tokens of a chunk, if the context is walked in chunks."""
+    tile: int = 0
+    """Tokens of a tile, if MLPs are computed in tiles."""
     warm_up: int = WARM_UP
     """Steps before those that are timed; without any, the first is timed with its compilation."""
     is_beside_plain: bool = False
@@ -68,7 +70,8 @@ class Case:
         length = str(size)
         if size >= 1 << 10:
             length = f"{size / 2**20:g}M" if size >= 1 << 20 else f"{size >> 10}K"
-        how = " in chunks" * bool(self.chunk) + " offloaded" * bool(self.offload_gib)
+        how = " in chunks" * bool(self.chunk) + " in tiles" * bool(self.tile)
+        how += " offloaded" * bool(self.offload_gib)
         return f"{self.model} {length} {self.kind}{how}"
 
     def options(self, more: Sequence[str]) -> list[str]:
@@ -88,6 +91,8 @@ class Case:
             options.append(f"train.offload_limit_gib={self.offload_gib}")
         if self.chunk:
             options.append(f"train.chunk_tokens={self.chunk}")
+        if self.tile:
+            options.append(f"train.mlp_tile_tokens={self.tile}")
         if self.kind == "dilated":
             shortest = min(2048, self.context)
             rates = [1 << i for i in range(((self.context - 1) // shortest).bit_length() + 1)]
@@ -115,6 +120,8 @@ GPU_CASES = [
     _gpu_case("125m", 8, 8, "dilated"),
     _gpu_case("125m", 64, 1, "dilated", is_beside_plain=True),
     _gpu_case("125m", 1024, 1, "dilated", checkpointing="full", recompute_layers=8),
+    # What the planner chooses for a residual stream in bf16.
+    _gpu_case("125m", 1024, 1, "dilated", BF16_STREAM, checkpointing="selective", tile=8192),
     _gpu_case("350m", 8, 8, "dilated", is_beside_plain=True),
     # Without a residual stream in bf16 six layers must be recomputed.
     _gpu_case("350m", 256, 1, "dilated", BF16_STREAM, checkpointing="full", recompute_layers=3),
@@ -126,11 +133,7 @@ LLAMA = (
     "train.optimizer=adamw8bit",
     BF16_STREAM,
 )
-DENSE_LLAMA = (
-    *LLAMA,
-    "train.parameter_precision=bf16",
-    "train.mlp_tile_tokens=8192",
-)
+DENSE_LLAMA = (*LLAMA, "train.parameter_precision=bf16")
 LONGEST_GPU_CASES = [
     *(
         _gpu_case("125m", mib << 10, 1, "dilated", chunk=131072, warm_up=1)
@@ -138,7 +141,17 @@ LONGEST_GPU_CASES = [
     ),
     _gpu_case("1.3b", 4096, 1, "dilated", chunk=32768, warm_up=0),
     Case("llama3-8b", 1_572_864, 1, "dilated", LLAMA, "full", chunk=32768, warm_up=0),
-    Case("llama3-8b", 501_760, 1, "dense", DENSE_LLAMA, "full", offload_gib=88.5, warm_up=0),
+    Case(
+        "llama3-8b",
+        501_760,
+        1,
+        "dense",
+        DENSE_LLAMA,
+        "full",
+        offload_gib=88.5,
+        tile=8192,
+        warm_up=0,
+    ),
 ]
 CPU_CASES = [
     Case("built-in", 512, 2, "dense", is_beside_plain=True),
@@ -298,10 +311,14 @@ def _power_limit(rows: Sequence[dict[str, Any]]) -> str | None:
 
 
 def _chart(rows: Sequence[dict[str, Any]], where: str) -> str:
-    """Tokens/s over the context, a line for each model, ours and the plain one."""
-    lines: dict[str, list[tuple[float, float]]] = {}
+    """Tokens/s over the context, a line for each model, ours and the plain one.
+
+    Of several runs of a model and a context the fastest.
+    """
+    fastest: dict[str, dict[float, float]] = {}
     for row in rows:
         if "tokens_per_s" in row:
-            point = row["context"], row["tokens_per_s"]
-            lines.setdefault(row["line"], []).append(point)
+            line, context = fastest.setdefault(row["line"], {}), row["context"]
+            line[context] = max(row["tokens_per_s"], line.get(context, 0.0))
+    lines = {name: list(points.items()) for name, points in fastest.items()}
     return charts_svg({"tokens/s of training": lines}, where)
