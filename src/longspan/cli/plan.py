@@ -66,7 +66,7 @@ def add(commands: Commands) -> None:
     what.add_argument(
         "--search",
         action="store_true",
-        help="rank layouts, micro-batches and activation checkpointing by predicted tokens/s",
+        help="rank layouts, micro-batches and what saves memory by predicted tokens/s",
     )
     what.add_argument(
         "--largest",
