@@ -7,11 +7,12 @@ layers, the MLP in tiles, smaller chunks, activations or rows of chunks offloade
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from longspan.config import Layout, Run, Section, Train
 from longspan.planning.chunks import chunk_sizes
+from longspan.planning.memory import needed_by
 from longspan.planning.parameters import Degrees
 from longspan.rules import Problem, check_rules, first_layout_problem
 
@@ -49,8 +50,17 @@ class Savings:
         more += self._others(run) if self.others else ()
         yield from (x for x in more if is_allowed(x, self.gpus))
 
-    def last(self, run: Run) -> Run:
-        """The run after all steps: what needs least memory."""
+    def least(self, run: Run) -> tuple[int, Run]:
+        """The bytes that the run needs after all steps, on the fullest device, and that run.
+
+        Chunks save activations, but may have more rows than these.
+        """
+        found = [self._last(run)]
+        if self.others:
+            found.append(replace(self, fixed={*self.fixed, CHUNKS})._last(run))
+        return min(((needed_by(x, self.gpus), x) for x in found), key=lambda x: x[0])
+
+    def _last(self, run: Run) -> Run:
         while following := list(self.after(run)):
             run = following[-1]
         return run

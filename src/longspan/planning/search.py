@@ -20,7 +20,7 @@ from typing import Any
 
 from longspan.config import AXES, Run
 from longspan.hardware import Device
-from longspan.planning.memory import memory_per_rank, needed_by
+from longspan.planning.memory import memory_per_rank
 from longspan.planning.rates import RunRates, rates_of
 from longspan.planning.run_time import (
     RunTime,
@@ -255,7 +255,7 @@ def _refine(
 ) -> None:
     """Search the fastest layouts again, which lack memory, with tiles and chunks."""
     layouts = {_ranks(x) for x in found.ranked[:FEW]}
-    again = Search(found.gpus, found.device)
+    again = Search(found.gpus, found.device, found.cpu_memory)
     refined = [x for x in first if tuple(x.layout.resolve(found.gpus).values()) in layouts]
     _search(refined, replace(savings, others=True), rates, shown, again)
     others = [x for x in found.ranked if _ranks(x) not in layouts]
@@ -297,8 +297,8 @@ def _search(
             continue
         found.tried += 1
         if id(candidate) in untried:
-            last = savings.last(candidate)
-            if (least := needed_by(last, gpus)) > usable_memory(found.device):
+            least, last = savings.least(candidate)
+            if least > usable_memory(found.device):
                 smallest.append((least, last))
                 hopeless.append((candidate, time))
                 continue
