@@ -74,6 +74,10 @@ def test_it_takes_what_saves_memory_unless_the_run_file_says_otherwise() -> None
     auto = load_run(None, [*LONG, "train.chunk_tokens=auto"], world=1, hardware="rtx4090")
     assert auto.train.chunk_tokens == run.train.chunk_tokens
     assert not auto.train.has_auto_chunks
+    rows = [*LONG, "train.chunk_tokens=auto", "train.offload_chunk_rows=true"]
+    offloaded = load_run(None, rows, world=1, hardware="rtx4090").train
+    assert offloaded.chunk_tokens > 0
+    assert offloaded.offload_chunk_rows
     whole = load_run(None, [*LONG, "train.chunk_tokens=0"], world=1, hardware="rtx4090")
     assert whole.train.chunk_tokens == 0
     assert whole.train.offload_activations

@@ -15,6 +15,8 @@ from longspan.config import AXES, Run
 from longspan.hardware import Device, devices
 from longspan.planning import limits
 from longspan.planning.chunks import chunk_sizes
+from longspan.planning.ladder import fastest_that_fits
+from longspan.planning.run_time import with_precision
 from longspan.planning.savings import LEAST_CHUNK, TILE_TOKENS
 from longspan.planning.search import (
     ALLOWANCE,
@@ -24,6 +26,7 @@ from longspan.planning.search import (
     candidate_of,
     factorizations,
     search,
+    usable_memory,
 )
 from longspan.rules import check_rules
 from longspan.runfile import load_run
@@ -118,6 +121,56 @@ def test_a_long_context_is_cut_into_chunks_where_that_is_fastest(gib: int) -> No
     assert (found.run.train.chunk_tokens > 0) == (gib < 40)
 
 
+H200 = devices()["h200"]
+DENSE = ["model.vocab=50304", "data.context=262144", "train.global_batch=1", "attention.kind=dense"]
+DENSE += ["data.documents=join", "train.device=cuda", "train.precision=bf16"]
+
+
+def test_chunks_whose_rows_need_more_than_they_save_do_not_hide_what_fits() -> None:
+    run = any_run(*DENSE)
+    (best,) = fastest_of_all(run, H200, [(1, 1, 1, 1, 1)], TILED).values()
+    assert best.run.train.mlp_tile_tokens
+    assert search(run, 1, H200).best.time.step_s == best.time.step_s
+    ladder = fastest_that_fits(run, 1, H200, int(usable_memory(H200)))
+    assert ladder is not None
+    assert ladder.time.step_s == best.time.step_s
+
+
+def test_recomputation_of_all_layers_that_needs_more_than_of_some_does_not_hide_these() -> None:
+    options = ["model.preset=llama3.2-1b", "data.context=1024", "train.global_batch=16"]
+    run = any_run(*options, "train.precision=bf16", "train.device=cuda")
+    a10 = devices()["a10"]
+    found = search(run, 1, a10, fixed=["micro_batch"]).best
+    again = any_run(*options, "train.precision=bf16", "train.device=cuda", "train.micro_batch=16")
+    assert search(again, 1, a10, fixed=["micro_batch"]).best.time.step_s < found.time.step_s
+    assert search(run, 1, a10).best.run.train.micro_batch == 16
+
+
+@pytest.mark.parametrize("tried", [1000, 5])
+def test_a_search_that_is_cut_short_finds_what_needs_least(
+    tried: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("longspan.planning.search.MOST_TRIED", tried)
+    run = any_run(*LONG, "train.global_batch=4")
+    found = search(run, 4, replace(H100, memory=5 * GIB))
+    assert found.ranked
+    assert all(x.fits for x in found.ranked)
+    steps = [x.time.step_s for x in found.ranked]
+    assert steps[1:] == sorted(steps[1:])
+
+
+def test_offload_that_a_run_asks_for_stays_within_the_memory_of_the_cpu() -> None:
+    run = any_run("data.context=262144", "train.offload_activations=true", "train.global_batch=1")
+    run = with_precision(run, H200)
+    fixed = ["micro_batch", "offload_activations"]
+    free, limited = (
+        search(run, 1, H200, fixed=fixed, cpu_memory=size) for size in (None, 64 << 30)
+    )
+    assert free.best.run.train.offload_activations
+    assert limited.best.offloaded <= 64 << 30
+    assert limited.best.run.train.offload_activations
+
+
 def test_what_is_offloaded_is_taken_only_where_nothing_fits_without_and_the_cpu_has_room() -> None:
     run = any_run(*LONG)
     small = replace(H100, memory=5 * GIB)
@@ -129,6 +182,11 @@ def test_what_is_offloaded_is_taken_only_where_nothing_fits_without_and_the_cpu_
     assert f"{found.best.offloaded / GIB:,.1f} GiB in CPU memory per device" in str(found)
     without = search(run, 1, small, fixed=["offload_activations", "offload_chunk_rows"])
     assert not without.ranked or without.best.run.layout.offload
+    kept = [x.run.train for x in without.ranked]
+    assert not any(x.offload_activations or x.offload_chunk_rows for x in kept)
+    short = search(any_run(*LONG, "data.context=32768"), 1, replace(H100, memory=5 * GIB))
+    assert short.ranked
+    assert not any(x.run.train.chunk_tokens for x in short.ranked)
     limited = search(run, 1, small, cpu_memory=found.best.offloaded - 1)
     assert all(x.offloaded < found.best.offloaded for x in limited.ranked)
 

@@ -1,8 +1,8 @@
 """`layout = "auto"` and `train.chunk_tokens = "auto"`, once devices and processes are known.
 
 The first layout of a search, and the largest chunks that fit. Every rank finds them for itself:
-they depend on the run, the number of processes and the kind of device alone. `open_mesh` makes sure
-that all have found the same layout.
+they depend on the run, the number of processes, the kind of device and, where something must be
+offloaded, the memory of the machine. `open_mesh` makes sure that all have found the same layout.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ def choose_layout(run: Run, world: int, hardware: str | None = None) -> Run:
         raise UserError(f'layout = "auto": {"; ".join(found.why())}; see longspan plan')
     best = found.best.run
     chosen = {key: getattr(best.train, key) for key in TRAIN_KEYS}
+    chosen[ROWS] |= run.train.offload_chunk_rows and chosen[CHUNKS] > 0
     train = run.train.with_chunks(best.train.chunk_tokens).model_copy(update=chosen)
     return run.model_copy(
         update={"layout": best.layout.taken_for(_why(found, fixed)), "train": train}

@@ -95,4 +95,4 @@ def row_bytes(run: Run, ranks: Mapping[str, int]) -> dict[str, int]:
     return {ROWS: kept, "rows that a chunk reads": read, "gradients of rows": gradients}
 
 
-_count = lru_cache(maxsize=256)(count_rows)
+_count = lru_cache(maxsize=4096)(count_rows)

@@ -197,7 +197,7 @@ def _fastest_after(
             heapq.heappush(queue, (time.step_s, next(count), run, time))
 
     for start in starts:
-        if savings.least(start)[0] <= limit:
+        if savings.least(start, limit)[0] <= limit:
             put(start)
     while queue:
         _, _, run, time = heapq.heappop(queue)

@@ -1,11 +1,13 @@
 """What a run can change to need less memory and compute the same, one step at a time.
 
-Each step saves memory and takes at least as long: a higher ZeRO stage, recomputation of more
-layers, the MLP in tiles, smaller chunks, activations or rows of chunks offloaded.
+A higher ZeRO stage, recomputation of more layers, the MLP in tiles, smaller chunks, activations or
+rows of chunks offloaded. Nearly every step saves memory and takes at least as long; but rows of
+chunks may need more than the activations that they save.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,6 +23,10 @@ TILE_TOKENS = 8192
 CHUNKED_CONTEXT, LEAST_CHUNK = 1 << 16, 1 << 14
 """Contexts from which on chunks are taken, and the smallest of these: the kernels of smaller ones
 are short, and their rows of earlier chunks many."""
+LAST = 6
+"""Steps that may need more memory than fewer of them: recomputation of all but few layers."""
+EMPTY = 1 / 8
+"""Of a context, what its last chunk may lack: it takes as long as a full one."""
 FAST_IN_CHUNKS = ("dense", "dilated", "window")
 """Kinds of attention that have kernels for the rows of earlier chunks."""
 
@@ -50,20 +56,27 @@ class Savings:
         more += self._others(run) if self.others else ()
         yield from (x for x in more if is_allowed(x, self.gpus))
 
-    def least(self, run: Run) -> tuple[int, Run]:
-        """The bytes that the run needs after all steps, on the fullest device, and that run.
+    def least(self, run: Run, limit: float) -> tuple[int, Run]:
+        """The fewest bytes that the run needs on the fullest device after steps, and that run.
 
-        Chunks save activations, but may have more rows than these.
+        Of the last steps, with chunks and without, up to the first that needs no more than `limit`.
         """
-        found = [self._last(run)]
+        paths = [self._path(run)]
         if self.others:
-            found.append(replace(self, fixed={*self.fixed, CHUNKS})._last(run))
-        return min(((needed_by(x, self.gpus), x) for x in found), key=lambda x: x[0])
+            paths.append(replace(self, fixed={*self.fixed, CHUNKS})._path(run))
+        found = list[tuple[int, Run]]()
+        for each in itertools.zip_longest(*(path[: -LAST - 1 : -1] for path in paths)):
+            found += [(needed_by(x, self.gpus), x) for x in each if x is not None]
+            if not self.others or min(found, key=_bytes)[0] <= limit:
+                break
+        return min(found, key=_bytes)
 
-    def _last(self, run: Run) -> Run:
+    def _path(self, run: Run) -> list[Run]:
+        path = [run]
         while following := list(self.after(run)):
             run = following[-1]
-        return run
+            path.append(run)
+        return path
 
     def _sharded_or_recomputed(self, run: Run) -> Iterator[Run]:
         layout = run.layout
@@ -97,9 +110,30 @@ class Savings:
             yield with_train(run, **{TILES: TILE_TOKENS})
         is_fast = all(kind in FAST_IN_CHUNKS for kind in run.attention.kinds)
         if CHUNKS not in self.fixed and is_fast and run.data.context >= CHUNKED_CONTEXT:
-            for size in chunk_sizes(run)[:1]:
-                if size >= LEAST_CHUNK:
-                    yield run.model_copy(update={"train": train.with_chunks(size)})
+            yield from itertools.islice(self._chunked(run), 1)
+
+    def _chunked(self, run: Run) -> Iterator[Run]:
+        """In smaller chunks, the largest first; but for those that leave much of the last empty."""
+        context = run.data.context
+        for size in chunk_sizes(run):
+            is_full = -(-context // size) * size <= (1 + EMPTY) * context
+            chunked = run.model_copy(update={"train": run.train.with_chunks(size)})
+            is_large = size >= LEAST_CHUNK or not run.train.chunk_tokens
+            if is_full and is_large and is_allowed(chunked, self.gpus):
+                yield chunked
+
+
+def _bytes(found: tuple[int, Run]) -> int:
+    return found[0]
+
+
+def modes_of(train: Train, layers: int) -> Iterator[dict[str, Any]]:
+    """All steps of recomputation, from none on."""
+    update: dict[str, Any] = {CHECKPOINTING: "none", RECOMPUTED: None}
+    while update:
+        yield update
+        train = train.model_copy(update=update)
+        update = _more_recomputation(train, layers)
 
 
 def _more_recomputation(train: Train, layers: int) -> dict[str, Any]:

@@ -31,10 +31,10 @@ from longspan.planning.run_time import (
 )
 from longspan.planning.savings import (
     CHECKPOINTING,
-    RECOMPUTED,
     SAVING_KEYS,
     Savings,
     layout_problem,
+    modes_of,
     savings_text,
     uses_zero,
     with_train,
@@ -55,6 +55,8 @@ TRAIN_KEYS = (MICRO_BATCH, *SAVING_KEYS)
 FEW = 3
 """Layouts of which all that saves memory is searched: those that are fastest without, if they
 recompute; or, where nothing fits without, those that are found first."""
+MOST_TRIED = 1000
+"""Candidates with tiles, chunks and offload: a few seconds."""
 REFUSED = 50
 """Candidates that do not fit, of which is told how fast they would be."""
 MAX_MICRO_BATCHES = 8
@@ -258,11 +260,14 @@ def _refine(
     again = Search(found.gpus, found.device, found.cpu_memory)
     refined = [x for x in first if tuple(x.layout.resolve(found.gpus).values()) in layouts]
     _search(refined, replace(savings, others=True), rates, shown, again)
-    others = [x for x in found.ranked if _ranks(x) not in layouts]
-    found.ranked = sorted([*again.ranked, *others], key=lambda x: x.time.step_s)
+    best = {_ranks(x): x for x in found.ranked}
+    for x in again.ranked:
+        best[_ranks(x)] = min(x, best[_ranks(x)], key=lambda y: y.time.step_s)
+    found.ranked = sorted(best.values(), key=lambda x: x.time.step_s)
     found.tried += again.tried
     _put_simplest_first(found)
-    found.too_large = [x for x in again.too_large if x.time.step_s < found.best.time.step_s]
+    too_large = [*again.too_large, *found.too_large]
+    found.too_large = [x for x in too_large if x.time.step_s < found.best.time.step_s][:SHOWN]
 
 
 def _search(
@@ -270,8 +275,9 @@ def _search(
 ) -> None:
     """Take candidates from the fastest to the slowest until `shown` layouts fit.
 
-    What follows a candidate that does not fit saves memory and takes at least as long. If the last
-    of those that follow does not fit, none does.
+    What follows a candidate that does not fit saves memory and takes at least as long, but for a
+    few. If what needs least of those that follow does not fit, none is taken to; if MOST_TRIED
+    have been, it stands for the rest.
     """
     gpus, count = found.gpus, itertools.count()
     queue = list[tuple[float, int, bool, Run, RunTime]]()
@@ -285,7 +291,7 @@ def _search(
     for candidate in first:
         put(candidate)
     untried = set(map(id, first))
-    layouts, seen = set[tuple[int, ...]](), set[tuple[Any, ...]]()
+    layouts, seen, tried = set[tuple[int, ...]](), set[tuple[Any, ...]](), 0
     while queue and len(found.ranked) < shown:
         _, _, is_whole, candidate, time = heapq.heappop(queue)
         ranks = tuple(candidate.layout.resolve(gpus).values())
@@ -296,10 +302,13 @@ def _search(
             found.ranked.append(with_memory(candidate, time))
             continue
         found.tried += 1
+        tried += 1
+        if savings.others and tried > MOST_TRIED:
+            break
         if id(candidate) in untried:
-            least, last = savings.least(candidate)
+            least, last = savings.least(candidate, usable_memory(found.device))
+            smallest.append((least, last))
             if least > usable_memory(found.device):
-                smallest.append((least, last))
                 hopeless.append((candidate, time))
                 continue
         if found.has_room_for(candidate):
@@ -311,13 +320,20 @@ def _search(
             if key not in seen:
                 seen.add(key)
                 put(smaller)
+    if not found.ranked:
+        fitting = (x for _, x in smallest if found.has_room_for(x))
+        ranked = sorted(
+            (candidate_of(x, gpus, found.device, rates) for x in fitting),
+            key=lambda x: x.time.step_s,
+        )
+        found.ranked = list({_ranks(x): x for x in reversed(ranked)}.values())[::-1][:shown]
     if found.ranked:
         _put_simplest_first(found)
         limit = found.best.time.step_s
         # The last ones are closest to what fits.
         faster = [x for x, time in [*hopeless, *refused] if time.step_s < limit]
-        tried = (candidate_of(x, gpus, found.device, rates) for x in reversed(faster[-REFUSED:]))
-        found.too_large = [x for x in tried if x.time.step_s < limit][:SHOWN]
+        larger = (candidate_of(x, gpus, found.device, rates) for x in reversed(faster[-REFUSED:]))
+        found.too_large = [x for x in larger if x.time.step_s < limit][:SHOWN]
     elif smallest and savings.others:
         _, least_run = min(smallest, key=lambda x: x[0])
         found.smallest.append(candidate_of(least_run, gpus, found.device, rates))
@@ -347,6 +363,11 @@ def first_candidates(
     """The layouts of `gpus` devices that the rules allow, with the same global batch: for each size
     of micro-batch the fastest, which shards and recomputes least.
     """  # fmt: skip
+    modes: list[dict[str, Any]] = [{}]
+    if CHECKPOINTING not in fixed:
+        modes = list(modes_of(run.train, run.model.layers))
+        if not run.train.offload_activations:  # with which more recomputation may be faster
+            modes = modes[:1]
     for ranks in factorizations(gpus, len(AXES)):
         axes = dict(zip(AXES, ranks, strict=True))
         per_rank, rest = divmod(run.train.global_batch, axes["replicate"] * axes["shard"])
@@ -356,12 +377,11 @@ def first_candidates(
         if uses_zero(layout, gpus):
             layout = layout.model_copy(update={"zero": 1})
         for size in [run.train.micro_batch] if MICRO_BATCH in fixed else _micro_batches(per_rank):
-            update: dict[str, Any] = {MICRO_BATCH: size}
-            if CHECKPOINTING not in fixed:
-                update |= {CHECKPOINTING: "none", RECOMPUTED: None}
-            candidate = with_train(run.model_copy(update={"layout": layout}), **update)
-            if layout_problem(candidate, gpus) is None:
-                yield candidate
+            for mode in modes:
+                placed = run.model_copy(update={"layout": layout})
+                candidate = with_train(placed, **{MICRO_BATCH: size}, **mode)
+                if layout_problem(candidate, gpus) is None:
+                    yield candidate
 
 
 def factorizations(number: int, factors: int) -> Iterator[tuple[int, ...]]:
