@@ -113,7 +113,7 @@ def test_changes_that_graphs_refuse_are_not_suggested() -> None:
         for refused in ("chunk_tokens", "offload_activations", "layout.offload", "layout.shard"):
             assert (refused in text) == (value == "auto")
         assert found.together is not None
-        load_run(None, [*options, f"train.cuda_graphs={value}", *found.together], world=1)
+        load_run(None, [*options, f"train.cuda_graphs={value}", *found.together.settings], world=1)
 
 
 def test_auto_launches_modules_of_the_users() -> None:

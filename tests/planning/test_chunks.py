@@ -185,7 +185,7 @@ def test_chunks_are_a_rung_of_the_ladder() -> None:
     assert rung["setting"] == "train.chunk_tokens=4194304"
     assert 0.6 < rung["speed"] < 0.9
     assert found.together is not None
-    assert any(x.startswith("train.chunk_tokens=") for x in found.together)
+    assert any(x.startswith("train.chunk_tokens=") for x in found.together.settings)
 
 
 def _bf16(run: Run) -> Run:

@@ -38,8 +38,10 @@ def test_each_rung_is_the_plan_of_the_changed_run_and_the_path_fits() -> None:
     assert rows["twice the ranks of layout.sequence"]["needed"] == needed_by(twice, 8)
     assert rows["train.activation_checkpointing=full"]["speed"] < 0.9
     assert found.together is not None
-    assert needed_by(load_run(None, [*OPTIONS, *found.together], world=4), 4) <= needed // 5
-    assert len({x.split("=")[0] for x in found.together}) == len(found.together)
+    assert (
+        needed_by(load_run(None, [*OPTIONS, *found.together.settings], world=4), 4) <= needed // 5
+    )
+    assert len({x.split("=")[0] for x in found.together.settings}) == len(found.together.settings)
 
 
 def test_a_plan_that_does_not_fit_shows_the_ladder(capsys: pytest.CaptureFixture[str]) -> None:
@@ -72,19 +74,19 @@ def test_what_fits_together_is_told_with_its_price(
     found = ladder(run, 1, GPU, gib * GIB)
     assert found is not None
     assert found.together is not None
-    changed = load_run(None, [*LONG, *found.together], world=1)
-    assert found.together_needed == needed_by(changed, 1) <= gib * GIB
+    changed = load_run(None, [*LONG, *found.together.settings], world=1)
+    assert found.together.needed == needed_by(changed, 1) <= gib * GIB
     (memory,) = memory_per_rank(changed, 1)
-    assert found.together_offloaded == memory.offloaded
+    assert found.together.offloaded == memory.offloaded
     assert (memory.offloaded > 0) == is_offloaded
-    assert any(x in found.together for x in ROUNDINGS) == is_rounded
+    assert any(x in found.together.settings for x in ROUNDINGS) == is_rounded
     speeds = [predict(x, 1, GPU).tokens_per_s for x in (changed, run)]
-    assert found.together_speed == pytest.approx(speeds[0] / speeds[1])
-    price = f"{found.together_needed / GIB:,.1f} GiB"
+    assert found.together.speed == pytest.approx(speeds[0] / speeds[1])
+    price = f"{found.together.needed / GIB:,.1f} GiB"
     if is_offloaded:
         price += f" and {memory.offloaded / GIB:,.1f} in CPU memory"
-    text = f"the fastest that fits ({price}, {found.together_speed - 1:+.0%}): "
-    assert text + " ".join(found.together) in str(found)
+    text = f"the fastest that fits ({price}, {found.together.speed - 1:+.0%}): "
+    assert text + " ".join(found.together.settings) in str(found)
 
 
 def test_a_run_that_recomputes_already_is_not_told_to_recompute_less() -> None:
@@ -92,11 +94,11 @@ def test_a_run_that_recomputes_already_is_not_told_to_recompute_less() -> None:
     found = ladder(load_run(None, own, world=1), 1, GPU, 12 * GIB)
     assert found is not None
     assert found.together is not None
-    load_run(None, [*own, *found.together], world=1)
-    assert not any("activation_checkpointing" in x for x in found.together)
+    load_run(None, [*own, *found.together.settings], world=1)
+    assert not any("activation_checkpointing" in x for x in found.together.settings)
     few = ladder(load_run(None, own, world=1), 1, GPU, GIB)
     assert few is not None
-    assert (few.together, few.together_needed) == (None, None)
+    assert few.together is None
     assert "together on these devices: not enough" in str(few)
 
 

@@ -20,6 +20,7 @@ from longspan.planning.run_time import with_precision
 from longspan.planning.savings import LEAST_CHUNK, TILE_TOKENS
 from longspan.planning.search import (
     ALLOWANCE,
+    CLOSE,
     FEW,
     SHOWN,
     Candidate,
@@ -152,11 +153,13 @@ def test_a_search_that_is_cut_short_finds_what_needs_least(
 ) -> None:
     monkeypatch.setattr("longspan.planning.search.MOST_TRIED", tried)
     run = any_run(*LONG, "train.global_batch=4")
-    found = search(run, 4, replace(H100, memory=5 * GIB))
+    found = search(run, 4, replace(H100, memory=6 * GIB))
     assert found.ranked
     assert all(x.fits for x in found.ranked)
     steps = [x.time.step_s for x in found.ranked]
     assert steps[1:] == sorted(steps[1:])
+    assert steps[0] <= CLOSE * min(steps)
+    assert len(steps) > 1
 
 
 def test_offload_that_a_run_asks_for_stays_within_the_memory_of_the_cpu() -> None:
@@ -188,7 +191,7 @@ def test_what_is_offloaded_is_taken_only_where_nothing_fits_without_and_the_cpu_
     assert short.ranked
     assert not any(x.run.train.chunk_tokens for x in short.ranked)
     limited = search(run, 1, small, cpu_memory=found.best.offloaded - 1)
-    assert all(x.offloaded < found.best.offloaded for x in limited.ranked)
+    assert not limited.ranked
 
 
 def test_a_faster_way_that_does_not_fit_and_a_slower_one_are_explained() -> None:

@@ -64,7 +64,7 @@ def test_a_page_says_what_would_fit() -> None:
     run = load_run(None, [*options, "data.context=131072", "train.precision=bf16"], world=1)
     h100 = devices()["h100"]
     content = json.loads(json.dumps(plan(run, 1, h100).as_dict()))
-    changes = " ".join(content["ladder"]["together"])
+    changes = " ".join(content["ladder"]["together"]["settings"])
     assert changes
     page = render([ResultData(Path("plan"), "plan", {**content, "device_bytes": h100.memory})])
     assert f"the fastest that fits: {changes}</li>" in page

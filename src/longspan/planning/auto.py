@@ -13,11 +13,10 @@ from longspan.config import Run
 from longspan.errors import UserError
 from longspan.hardware import Device, cpu_device, cpu_memory, device_of, find_device, may_have_gpu
 from longspan.planning.chunks import chunk_sizes
-from longspan.planning.memory import memory_per_rank
+from longspan.planning.memory import needed_by
 from longspan.planning.run_time import with_precision
-from longspan.planning.savings import CHUNKS, ROWS, SAVING_KEYS, savings_text
+from longspan.planning.savings import CHUNKS, ROWS, SAVING_KEYS, is_allowed, savings_text
 from longspan.planning.search import MICRO_BATCH, TRAIN_KEYS, Search, search, usable_memory
-from longspan.rules import check_rules
 
 SHOWN = 8
 """Layouts to look for: the first, those that may be as fast, and what it is compared with."""
@@ -62,11 +61,9 @@ def choose_chunks(run: Run, world: int, hardware: str | None = None) -> Run:
     for size in (0, *chunk_sizes(run)):
         train = run.train.with_chunks(size)
         found = run.model_copy(update={"train": train})
-        sections = {name: getattr(found, name) for name in type(found).model_fields}
-        if check_rules(sections, world):
+        if not is_allowed(found, world):
             continue
-        memory = memory_per_rank(with_precision(found, device), world)
-        if max(x.on_device for x in memory) <= usable_memory(device):
+        if needed_by(with_precision(found, device), world) <= usable_memory(device):
             return found
         least = size
     how = f"in chunks of {least:,} tokens" if least else "whole, and chunks are not supported here"

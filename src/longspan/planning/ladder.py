@@ -19,11 +19,11 @@ from longspan.planning.chunks import chunk_sizes
 from longspan.planning.memory import needed_by
 from longspan.planning.run_time import RunTime, predict
 from longspan.planning.savings import (
-    CHUNKED_CONTEXT,
-    FAST_IN_CHUNKS,
     TILE_TOKENS,
     Savings,
     is_allowed,
+    may_chunk,
+    may_tile,
     with_train,
 )
 from longspan.planning.search import TRAIN_KEYS, Candidate, settings_of, with_memory
@@ -51,6 +51,25 @@ class Rung:
 
 
 @dataclass(frozen=True)
+class Combination:
+    """Changes that fit together."""
+
+    settings: list[str]
+    needed: int
+    """Bytes that the fullest device must have."""
+    offloaded: int
+    """Bytes that each process must have in CPU memory."""
+    speed: float
+    """Tokens/s of a device as a fraction of those without the changes."""
+
+    def __str__(self) -> str:
+        gib = f"{self.needed / GIB:,.1f} GiB"
+        if self.offloaded:
+            gib += f" and {self.offloaded / GIB:,.1f} in CPU memory"
+        return f"the fastest that fits ({gib}, {self.speed - 1:+.0%}): {' '.join(self.settings)}"
+
+
+@dataclass(frozen=True)
 class Ladder:
     """What would make a run fit a device."""
 
@@ -61,14 +80,9 @@ class Ladder:
     rungs: list[dict[str, Any]]
     """Of each change: the setting, the cost in words, bytes needed and saved, and the predicted
     tokens/s of a device as a fraction of those without it."""
-    together: list[str] | None
-    """The changes that fit together on the same devices, of which the run is fastest; None if none
-    do. What rounds otherwise, or waits in CPU memory, is changed only where nothing else fits."""
-    together_needed: int | None
-    together_offloaded: int | None
-    """Bytes that each process must have in CPU memory."""
-    together_speed: float | None
-    """Tokens/s of a device with them as a fraction of those without."""
+    together: Combination | None
+    """The fastest that fits the same devices; None if none does. What rounds otherwise, or waits in
+    CPU memory, is changed only where nothing else fits."""
 
     def __str__(self) -> str:
         lines = [
@@ -83,17 +97,7 @@ class Ladder:
                 f"  {rung['setting']:<40}{rung['needed'] / GIB:>9,.1f}{rung['saves'] / GIB:>9,.1f}"
                 f"{speed:>10}  {rung['cost']}{fits}"
             )
-        if self.together is None:
-            lines.append("  together on these devices: not enough")
-        else:
-            assert self.together_needed is not None
-            assert self.together_offloaded is not None
-            assert self.together_speed is not None
-            gib = f"{self.together_needed / GIB:,.1f} GiB"
-            if self.together_offloaded:
-                gib += f" and {self.together_offloaded / GIB:,.1f} in CPU memory"
-            speed = f"{self.together_speed - 1:+.0%}"
-            lines.append(f"  the fastest that fits ({gib}, {speed}): {' '.join(self.together)}")
+        lines.append(f"  {self.together or 'together on these devices: not enough'}")
         return "\n".join(lines)
 
 
@@ -117,11 +121,11 @@ def ladder(run: Run, gpus: int, device: Device, limit: int) -> Ladder | None:
                 "speed": speed,
             }
         )
-    found = fastest_that_fits(run, gpus, device, limit)
-    if found is None:
-        return Ladder(needed, limit, rows, None, None, None, None)
-    changes, speed = _changes_between(run, found.run), found.time.tokens_per_s / now
-    return Ladder(needed, limit, rows, changes, found.needed, found.offloaded, speed)
+    together = None
+    if (found := fastest_that_fits(run, gpus, device, limit)) is not None:
+        changes, speed = _changes_between(run, found.run), found.time.tokens_per_s / now
+        together = Combination(changes, found.needed, found.offloaded, speed)
+    return Ladder(needed, limit, rows, together)
 
 
 def faster_roundings(run: Run, gpus: int, device: Device) -> list[dict[str, Any]]:
@@ -258,14 +262,12 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
     if train.optimizer == "adamw8bit" and train.parameter_precision == "fp32":
         change = _set("train", parameter_precision="bf16")
         yield "train.parameter_precision=bf16", "no fp32 master weights", change, 1
-    tokens = train.micro_batch * (train.chunk_tokens or run.data.context) // ranks["sequence"]
-    if not train.mlp_tile_tokens and tokens > TILE_TOKENS:
+    if may_tile(run, gpus):
         change = _set("train", mlp_tile_tokens=TILE_TOKENS)
         cost = "gate and up of the MLP again, unless recomputed anyway"
         yield f"train.mlp_tile_tokens={TILE_TOKENS}", cost, change, 1
-    long = run.data.context >= CHUNKED_CONTEXT and is_native and not run.model.factory
-    long = long and all(kind in FAST_IN_CHUNKS for kind in run.attention.kinds)
-    if long and (sizes := chunk_sizes(run)):
+    is_decoder = is_native and not run.model.factory
+    if is_decoder and may_chunk(run) and (sizes := chunk_sizes(run)):
         change = _set("train", chunk_tokens=sizes[0])
         cost = "a forward pass more, about a quarter"
         yield f"train.chunk_tokens={sizes[0]}", cost, change, 1
@@ -294,7 +296,7 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
     sharded = _set("layout", **twice, zero=max(1, layout.zero))
     change = lambda x: _set("train", global_batch=size)(sharded(x))  # noqa: E731
     yield "twice the ranks of layout.shard", "twice the devices", change, 2
-    if is_native and not run.model.factory:
+    if is_decoder:
         for axis in ("sequence", "tensor"):
             change = _set("layout", **{**ranks, axis: 2 * ranks[axis]})
             yield f"twice the ranks of layout.{axis}", "twice the devices", change, 2

@@ -53,8 +53,12 @@ class Savings:
         """The run with one step more, of each kind that the rules allow."""
         yield from self._sharded_or_recomputed(run)
         more = [*(self._offloads(run) if self.offloads else ())]
-        more += self._others(run) if self.others else ()
+        if self.others and TILES not in self.fixed and may_tile(run, self.gpus):
+            more.append(with_train(run, **{TILES: TILE_TOKENS}))
         yield from (x for x in more if is_allowed(x, self.gpus))
+        if self.others and CHUNKS not in self.fixed and may_chunk(run):
+            chunked = (x for x in _in_smaller_chunks(run) if is_allowed(x, self.gpus))
+            yield from itertools.islice(chunked, 1)
 
     def least(self, run: Run, limit: float) -> tuple[int, Run]:
         """The fewest bytes that the run needs on the fullest device after steps, and that run.
@@ -103,24 +107,26 @@ class Savings:
         if ROWS not in self.fixed and train.chunk_tokens and not train.offload_chunk_rows:
             yield with_train(run, **{ROWS: True})
 
-    def _others(self, run: Run) -> Iterator[Run]:
-        train, ranks = run.train, run.layout.resolve(self.gpus)
-        tokens = train.micro_batch * (train.chunk_tokens or run.data.context) // ranks["sequence"]
-        if TILES not in self.fixed and not train.mlp_tile_tokens and tokens > TILE_TOKENS:
-            yield with_train(run, **{TILES: TILE_TOKENS})
-        is_fast = all(kind in FAST_IN_CHUNKS for kind in run.attention.kinds)
-        if CHUNKS not in self.fixed and is_fast and run.data.context >= CHUNKED_CONTEXT:
-            yield from itertools.islice(self._chunked(run), 1)
 
-    def _chunked(self, run: Run) -> Iterator[Run]:
-        """In smaller chunks, the largest first; but for those that leave much of the last empty."""
-        context = run.data.context
-        for size in chunk_sizes(run):
-            is_full = -(-context // size) * size <= (1 + EMPTY) * context
-            chunked = run.model_copy(update={"train": run.train.with_chunks(size)})
-            is_large = size >= LEAST_CHUNK or not run.train.chunk_tokens
-            if is_full and is_large and is_allowed(chunked, self.gpus):
-                yield chunked
+def may_tile(run: Run, gpus: int) -> bool:
+    """Whether a rank has more tokens at a time than a tile, and no tiles yet."""
+    train, ranks = run.train, run.layout.resolve(gpus)
+    tokens = train.micro_batch * (train.chunk_tokens or run.data.context) // ranks["sequence"]
+    return not train.mlp_tile_tokens and tokens > TILE_TOKENS
+
+
+def may_chunk(run: Run) -> bool:
+    is_fast = all(kind in FAST_IN_CHUNKS for kind in run.attention.kinds)
+    return is_fast and run.data.context >= CHUNKED_CONTEXT
+
+
+def _in_smaller_chunks(run: Run) -> Iterator[Run]:
+    """The largest first; but for those that leave much of the last empty."""
+    context = run.data.context
+    for size in chunk_sizes(run):
+        is_full = -(-context // size) * size <= (1 + EMPTY) * context
+        if is_full and (size >= LEAST_CHUNK or not run.train.chunk_tokens):
+            yield run.model_copy(update={"train": run.train.with_chunks(size)})
 
 
 def _bytes(found: tuple[int, Run]) -> int:

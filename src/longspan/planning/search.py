@@ -321,12 +321,12 @@ def _search(
                 seen.add(key)
                 put(smaller)
     if not found.ranked:
-        fitting = (x for _, x in smallest if found.has_room_for(x))
-        ranked = sorted(
-            (candidate_of(x, gpus, found.device, rates) for x in fitting),
-            key=lambda x: x.time.step_s,
-        )
-        found.ranked = list({_ranks(x): x for x in reversed(ranked)}.values())[::-1][:shown]
+        fitting = [x for _, x in smallest if found.has_room_for(x)]
+        candidates = [candidate_of(x, gpus, found.device, rates) for x in fitting]
+        fastest = dict[tuple[int, ...], Candidate]()
+        for each in sorted(candidates, key=lambda x: x.time.step_s):
+            fastest.setdefault(_ranks(each), each)
+        found.ranked = list(fastest.values())[:shown]
     if found.ranked:
         _put_simplest_first(found)
         limit = found.best.time.step_s

@@ -155,7 +155,8 @@ def _memory(content: Mapping[str, Any]) -> list[Child]:
     heads += [f"pipeline rank {i}" for i in range(len(stages))] if len(stages) > 1 else [""]
     largest = {name: max(sizes[name] for sizes in used) for name in names}
     too_large = _too_large([_parts(stage) for stage in every], device)
-    if too_large and (changes := texts(_object(content.get("ladder")).get("together"))):
+    together = _object(_object(content.get("ladder")).get("together"))
+    if too_large and (changes := texts(together.get("settings"))):
         too_large.append(f"the fastest that fits: {' '.join(changes)}")
     return [
         tag("h4", "Memory at the peak of a step"),
