@@ -116,7 +116,10 @@ def _forward(
             x_tile = x[rows]
             factors = linear(x_tile, gate, gate_bias), linear(x_tile, up, up_bias)
             hidden = hidden_of(*factors, _detached(norm), activation, eps)
-            out[rows] = linear(hidden, down, down_bias)
+            if down_bias is None:
+                torch.mm(hidden, down.T, out=out[rows])
+            else:
+                torch.addmm(down_bias, hidden, down.T, out=out[rows])
             del factors, hidden  # before the next tile allocates its own
     return out
 
@@ -157,7 +160,7 @@ def _backward(
             )
             del factors, grad_hidden
             if grad_x is not None:
-                grad_x[rows] = (d_gate @ gate).addmm_(d_up, up)
+                torch.mm(d_gate, gate, out=grad_x[rows]).addmm_(d_up, up)
             for total, left, right in (
                 (grad_gate, d_gate, x_tile),
                 (grad_up, d_up, x_tile),
