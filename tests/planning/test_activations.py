@@ -123,7 +123,8 @@ def test_a_block_keeps_what_is_planned(sizes: str, precision: str, mode: str) ->
         torch.autograd.backward([y], [gradient])
         peak = memory.peak - held - y.nbytes
     norms = sum(p.nbytes for p in model.blocks.parameters() if p.dim() == 1)
-    assert 0 <= kept - planned.total <= norms  # whose weights are rounded
+    scales = 7 * 2 * 4 if sizes == "fp8" else 0
+    assert 0 <= kept - planned.total <= norms + scales  # norms' weights are rounded
     if sizes in ("sub-layer norms", "dropout", "bf16 stream", "tiles"):
         return  # on a CPU norms are several kernels, and take more than on a GPU
     workspace = planned.workspace - gradient.nbytes
@@ -183,7 +184,7 @@ def test_a_compiled_block_keeps_what_is_planned(sizes: str, precision: str, mode
     weights = sum(p.numel() for p in new_decoder(run).blocks.parameters() if p.dim() > 1)
     expected = planned.total + (2 * weights if planned.keeps_copies else 0)
     scales = sum(x.numel() == 1 for x in saved)  # of fp8
-    assert (scales > 0) == (sizes == "fp8" and mode != "full")
+    assert (scales > 0) == (sizes == "fp8" and mode == "none")
     assert sum(x.numel() * x.element_size() for x in saved) - 4 * scales == expected
 
 

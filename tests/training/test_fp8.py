@@ -47,34 +47,58 @@ def rounded(x: Array, kind: tuple[int, int, float]) -> Array:
 
 
 def of(x: Tensor) -> Array:
-    found: Array = x.detach().double().numpy()
+    found: Array = x.detach().cpu().double().numpy()
     return found
 
 
-def test_a_layer_computes_products_of_rounded_factors() -> None:
+@pytest.mark.parametrize("tokens", [32, 21])
+@pytest.mark.parametrize(
+    ("device", "compiles", "tolerance"),
+    [
+        ("cpu", False, 1e-6),
+        # Its units sum in fewer bits than float32.
+        pytest.param("cuda", False, 1e-3, marks=pytest.mark.gpu),
+        pytest.param("cuda", True, 1e-3, marks=pytest.mark.gpu),
+    ],
+)
+def test_a_layer_computes_products_of_rounded_factors(
+    device: str, compiles: bool, tolerance: float, tokens: int
+) -> None:
     torch.manual_seed(0)
     layer = nn.Sequential(nn.Linear(48, 32))
     layer[0].weight.data.mul_(torch.logspace(-4, 1, 32)[:, None])
+    x = torch.randn(2, tokens, 48).mul(torch.logspace(-6, 2, 48))
+    gradient = torch.randn(2, tokens, 32) * 1e-4
+    layer, x, gradient = layer.to(device), x.to(device).requires_grad_(), gradient.to(device)
     convert_to_fp8([layer])
-    x = torch.randn(2, 32, 48).mul(torch.logspace(-6, 2, 48)).requires_grad_()
-    gradient = torch.randn(2, 32, 32) * 1e-4
-    y = layer(x)
+    y = (torch.compile(layer, fullgraph=True) if compiles else layer)(x)
     y.backward(gradient)
-    x8, w8 = rounded(of(x).reshape(64, 48), E4M3), rounded(of(layer[0].weight), E4M3)
-    g8 = rounded(of(gradient).reshape(64, 32), E5M2)
+    x8, w8 = rounded(of(x).reshape(-1, 48), E4M3), rounded(of(layer[0].weight), E4M3)
+    g8 = rounded(of(gradient).reshape(-1, 32), E5M2)
     assert x.grad is not None
     expected = {
-        "y": (of(y).reshape(64, 32), x8 @ w8.T + of(layer[0].bias)),
-        "gradient of x": (of(x.grad).reshape(64, 48), g8 @ w8),
+        "y": (of(y).reshape(-1, 32), x8 @ w8.T + of(layer[0].bias)),
+        "gradient of x": (of(x.grad).reshape(-1, 48), g8 @ w8),
         "gradient of W": (of(layer[0].weight.grad), g8.T @ x8),
     }
     for name, (found, oracle) in expected.items():
         scale = np.linalg.norm(oracle, axis=-1, keepdims=True)
-        assert np.abs(found - oracle).max() / scale.max() < 1e-6, name
-    assert not np.allclose(x8, of(x).reshape(64, 48), rtol=1e-2)  # 8 bits are few
+        assert np.abs(found - oracle).max() / scale.max() < tolerance, name
+    assert not np.allclose(x8, of(x).reshape(-1, 48), rtol=1e-2)  # 8 bits are few
     with eval_mode(layer):
         exact = torch.nn.functional.linear(x, layer[0].weight, layer[0].bias)
         assert torch.equal(layer(x), exact)
+
+
+@pytest.mark.parametrize("largest", [0.0, 1e-36, 3e38])
+def test_factors_of_any_magnitude_are_scaled(largest: float) -> None:
+    layer = nn.Linear(16, 16, bias=False)
+    convert_to_fp8([layer])
+    assert type(layer) is FP8Linear
+    layer.weight.data = torch.eye(16)
+    x = torch.full((16, 16), largest)
+    expected = x if largest > 1e-30 else torch.zeros_like(x)
+    torch.testing.assert_close(layer(x), expected, rtol=2**-4, atol=0)
 
 
 def in_fp8(world: int, *overrides: str) -> Run:

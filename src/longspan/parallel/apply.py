@@ -43,11 +43,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from longspan.config import Layout, Train
 from longspan.device import DTYPES
-from longspan.errors import UserError
 from longspan.flops import stage_flops
 from longspan.models import Decoder
 from longspan.models.initial import allocate, initialize
 from longspan.nn import GatedMLP
+from longspan.nn.fp8 import convert_to_fp8
 from longspan.parallel.activation_checkpointing import checkpointed
 from longspan.parallel.choices import reduce_dtype
 from longspan.parallel.dtensor import distribute_like
@@ -137,14 +137,7 @@ def apply_to_blocks(model: Decoder, train: Train, *, communicates: bool = False)
     `communicates`: whether a block's forward pass runs collectives.
     """
     if train.fp8:
-        try:
-            from longspan.nn.fp8 import convert_to_fp8
-        except ImportError as error:
-            raise UserError(
-                'train.fp8 = true needs torchao: pip install "longspan[torchao]"'
-            ) from error
-        # Chunks end where documents do, after any number of tokens.
-        convert_to_fp8(model.blocks, pads=train.chunk_tokens > 0)
+        convert_to_fp8(model.blocks)
     for module in model.modules():
         if isinstance(module, GatedMLP):
             module.tile_tokens = train.mlp_tile_tokens

@@ -82,9 +82,8 @@ class Activations:
         self.stream_features = model.hidden / (tensor if self.is_split else 1)
         self.stream = (self.width if self.rounds_stream else FP32) * self.stream_features
         """Bytes per token of the residual stream."""
-        self.recomputes_casts = train.fp8 and self.is_compiled
-        """Whether the backward pass casts to fp8 again what the forward pass has cast: of a layer's
-        input and weight only the scales are kept."""
+        self.keeps_fp8 = train.fp8 and self.is_compiled
+        """Whether the inputs of linear layers are kept in fp8, and of weights only the scales."""
         self.inputs = model.hidden / (tensor if split == "features" else 1)
         """Width of the inputs of projections."""
         self.heads = model.heads / tensor
@@ -114,8 +113,7 @@ class Activations:
             # attention projection is in the residual stream by then.
             mlp += e * self.ffn - e * self.hidden
         if self._run.train.fp8:
-            # Eager casts go through float32; compiled blocks recompute the product of gate and up.
-            mlp += (e if self.is_compiled else 2 * FP32) * self.ffn
+            mlp += e * self.ffn  # gradients of gate and up in fp8, or what is to be rounded to it
         attention = self.stream + recomputed - saved["MLP"] + 4 * e * self.queries + 8 * self.heads
         of_tile = 0
         if self.tile:
@@ -141,7 +139,7 @@ class Activations:
             under_way = min(max(whole, under_way), self._run.model.layers * whole)
             workspace += under_way
             sizes = dict.fromkeys(sizes, 0)
-        copies = mode == "none" and e < FP32 and not self.recomputes_casts
+        copies = mode == "none" and e < FP32 and not self._run.train.fp8
         workspace = math.ceil(max(0, workspace))
         return BlockActivations(sizes, workspace, copies, offloaded, under_way)
 
@@ -163,9 +161,10 @@ class Activations:
         model = self._run.model
         table: Table = {}
         if self.is_compiled:
-            table["inputs of projections"] = (0 if self.recomputes_casts else 2 * e * h) + 8
+            of_input = 1 if self.keeps_fp8 else e
+            table["inputs of projections"] = 2 * of_input * h + 8
             table["attention projection"] = e * self.hidden
-            mlp = (2 if self.recomputes_casts else 3) * e * f
+            mlp = (2 * e + of_input) * f
         else:
             table["residual stream after attention"] = self.stream
             # Autocast converts the input of each projection by itself, if it has to.
@@ -174,7 +173,7 @@ class Activations:
             table["inputs of projections"] = inputs * e * h + 8
             mlp = 4 * e * f
         table["queries, keys and values"] = e * (q + 2 * k)
-        table["attention output"] = e * q + FP32 * self.heads
+        table["attention output"] = (e + self.keeps_fp8) * q + FP32 * self.heads
         if self.on_cpu and not self.is_compiled:  # where the norm is no single kernel
             table["normalized residual stream"] = 2 * FP32 * self.stream_features
             if self.rounds_stream:  # it keeps its input in float32
