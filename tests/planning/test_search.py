@@ -48,8 +48,7 @@ def test_factorizations_are_all_tuples_with_that_product() -> None:
 
 
 def modes_of(run: Run) -> list[dict[str, Any]]:
-    quarter = -(-run.model.layers // 4)
-    counts = (*range(quarter, run.model.layers, quarter), None)
+    counts = (*range(1, run.model.layers), None)
     modes = [("none", None), ("selective", None), *(("full", count) for count in counts)]
     return [{"activation_checkpointing": mode, "recompute_layers": count} for mode, count in modes]
 
@@ -83,7 +82,7 @@ def fastest_of_all(
     return best
 
 
-TILED: list[dict[str, Any]] = [{}, {"mlp_tile_tokens": TILE_TOKENS}]
+TILED: list[dict[str, Any]] = [{}, *({"mlp_tile_tokens": size} for size in TILE_TOKENS)]
 
 
 @pytest.mark.parametrize("gib", [80, 20, 12])
@@ -96,7 +95,6 @@ def test_the_first_is_the_fastest_of_all_that_the_rules_allow_and_that_fit(gib: 
     if plain[0].run.train.activation_checkpointing != "none":
         layouts = {tuple(x.run.layout.resolve(world).values()) for x in found.ranked[:FEW]}
         best |= fastest_of_all(run, device, layouts, TILED)
-        assert any(x.run.train.mlp_tile_tokens for x in found.ranked) == (gib == 20)
     else:
         expected = [x.time.tokens_per_s for x in plain]
         assert [x.time.tokens_per_s for x in found.ranked] == pytest.approx(expected)

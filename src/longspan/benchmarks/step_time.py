@@ -57,6 +57,7 @@ SPREAD = {
     "matmul": 0.1, "half_columns": 1.0, "dense": 0.05, "dilated": 0.25, "block_sparse": 0.1,
     "block_traffic": 0.5, "eager_traffic": 1.0, "loss_traffic": 0.7, "weight_traffic": 0.5,
     "host_s": 1.0, "eager_host": 1.0, "graph_gaps_s": 1.0, "chunk_overhead": 1.0,
+    "tile_s": 1.0,
 }  # fmt: skip
 """The constants that are fitted, and how far they may be from the present ones. Little where they
 have benchmarks of their own: of matrix products, and of attention that is not by our kernels.

@@ -72,7 +72,16 @@ class Case:
             length = f"{size / 2**20:g}M" if size >= 1 << 20 else f"{size >> 10}K"
         how = " in chunks" * bool(self.chunk) + " in tiles" * bool(self.tile)
         how += " offloaded" * bool(self.offload_gib)
-        return f"{self.model} {length} {self.kind}{how}"
+        return f"{self.model} {length} {self._rounded}{how}"
+
+    @property
+    def line(self) -> str:
+        """The name of its line in the figure."""
+        return f"{self.model} {self._rounded}"
+
+    @property
+    def _rounded(self) -> str:
+        return self.kind + " in fp8" * (FP8 in self.overrides)
 
     def options(self, more: Sequence[str]) -> list[str]:
         """Overrides of the built-in run."""
@@ -112,7 +121,7 @@ def _gpu_case(preset: str, kib: int, batch: int, kind: str, *options: str, **mor
     return Case(preset, kib << 10, batch, kind, overrides, **more)
 
 
-BF16_STREAM = "train.residual_precision=bf16"
+BF16_STREAM, FP8 = "train.residual_precision=bf16", "train.fp8=true"
 
 
 GPU_CASES = [
@@ -120,13 +129,13 @@ GPU_CASES = [
     _gpu_case("125m", 8, 8, "dilated"),
     _gpu_case("125m", 64, 1, "dilated", is_beside_plain=True),
     _gpu_case("125m", 1024, 1, "dilated", checkpointing="full", recompute_layers=8),
-    # What the planner chooses for a residual stream in bf16.
-    _gpu_case("125m", 1024, 1, "dilated", BF16_STREAM, checkpointing="selective", tile=8192),
+    _gpu_case("125m", 1024, 1, "dilated", BF16_STREAM, checkpointing="selective", tile=65536),
     _gpu_case("350m", 8, 8, "dilated", is_beside_plain=True),
-    # Without a residual stream in bf16 six layers must be recomputed.
+    # With a residual stream in float32 more layers must be recomputed.
     _gpu_case("350m", 256, 1, "dilated", BF16_STREAM, checkpointing="full", recompute_layers=3),
     _gpu_case("1.3b", 8, 4, "dilated", is_beside_plain=True),
-    _gpu_case("1.3b", 128, 1, "dilated", checkpointing="full", recompute_layers=8),
+    _gpu_case("1.3b", 8, 4, "dilated", FP8),
+    _gpu_case("1.3b", 128, 1, "dilated", BF16_STREAM, checkpointing="full", recompute_layers=5),
 ]
 LLAMA = (
     "model.preset=llama3-8b",
@@ -210,7 +219,7 @@ def bench_train(
             measured = _measured(run, steps, case.warm_up)
         is_first = steps == 1 and not case.warm_up
         add(f"{case.name}{', first step' * is_first}", run, measured, case.kind == "dense")
-        rows[-1] |= {"warm_up": case.warm_up, "line": f"{case.model} {case.kind}"}
+        rows[-1] |= {"warm_up": case.warm_up, "line": case.line}
         rows[-1]["overrides"] = case.options(overrides)
         if case.is_beside_plain:
             with measuring(f"training a {PLAIN} {case.name}"):

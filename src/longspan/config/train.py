@@ -110,9 +110,9 @@ class Train(Section):
     """Dtype of the residual stream, which blocks add to. "bf16" halves its memory and traffic, and
     rounds each sum; for the native engine without tensor and pipeline parallelism."""
     fp8: bool = False
-    """Multiplies in fp8 (torchao, float8) in the blocks' linear layers while training, on GPUs with
-    compute capability 8.9 or newer: faster with large hidden sizes, and less exact. Parameters,
-    checkpoints and evaluation are those of `precision`, which must be bf16."""
+    """Multiplies in fp8 (float8) in the blocks' linear layers while training, on GPUs with compute
+    capability 8.9 or newer: faster with large hidden sizes, and less exact. Parameters, checkpoints
+    and evaluation are those of `precision`, which must be bf16."""
     compile: Literal["auto", True, False] = "auto"
     """Compiles each block with torch.compile; "auto" is on for CUDA."""
     cuda_graphs: Literal["auto", True, False] = "auto"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,13 +18,12 @@ from longspan.config import Run
 from longspan.hardware import Device
 from longspan.planning.chunks import chunk_sizes
 from longspan.planning.memory import needed_by
-from longspan.planning.run_time import RunTime, predict
+from longspan.planning.run_time import predict
 from longspan.planning.savings import (
-    TILE_TOKENS,
     Savings,
     is_allowed,
     may_chunk,
-    may_tile,
+    next_tile,
     with_train,
 )
 from longspan.planning.search import TRAIN_KEYS, Candidate, settings_of, with_memory
@@ -191,24 +191,33 @@ def _fastest_after(
 ) -> Candidate | None:
     """The fastest of what follows `starts` by steps that save memory and take longer."""
     count, seen = itertools.count(), set[tuple[Any, ...]]()
-    queue = list[tuple[float, int, Run, RunTime]]()
+    queue = list[tuple[float, int, bool, Run]]()
 
-    def put(run: Run) -> None:
-        key = (*settings_of(run), run.train.residual_precision, run.train.optimizer)
-        if key not in seen:
-            seen.add(key)
-            time = predict(run, savings.gpus, device)
-            heapq.heappush(queue, (time.step_s, next(count), run, time))
+    def fits(run: Run) -> bool:
+        return needed_by(run, savings.gpus) <= limit
+
+    def put(run: Run, like: Run, *, is_found: bool = False) -> None:
+        """`run`, in the order of the time of `like`."""
+        time = predict(like, savings.gpus, device)
+        heapq.heappush(queue, (time.step_s, next(count), is_found, run))
 
     for start in starts:
         if savings.least(start, limit)[0] <= limit:
-            put(start)
+            put(start, savings.of_step(start)[0])
     while queue:
-        _, _, run, time = heapq.heappop(queue)
-        if needed_by(run, savings.gpus) <= limit:
-            return with_memory(run, time)
+        _, _, is_found, run = heapq.heappop(queue)
+        if is_found:
+            return with_memory(run, predict(run, savings.gpus, device))
+        of_step = savings.of_step(run)
+        if fits(run):
+            fewest = of_step[bisect_left(of_step, True, key=fits)]
+            put(fewest, fewest, is_found=True)
+            continue
         for smaller in savings.after(run):
-            put(smaller)
+            key = (*settings_of(smaller), smaller.train.residual_precision, smaller.train.optimizer)
+            if key not in seen:
+                seen.add(key)
+                put(smaller, savings.of_step(smaller)[0])
     return None
 
 
@@ -262,10 +271,12 @@ def _changes(run: Run, gpus: int) -> Iterator[tuple[str, str, Change, int]]:
     if train.optimizer == "adamw8bit" and train.parameter_precision == "fp32":
         change = _set("train", parameter_precision="bf16")
         yield "train.parameter_precision=bf16", "no fp32 master weights", change, 1
-    if may_tile(run, gpus):
-        change = _set("train", mlp_tile_tokens=TILE_TOKENS)
+    if size := next_tile(run, gpus):
+        change = _set("train", mlp_tile_tokens=size)
         cost = "gate and up of the MLP again, unless recomputed anyway"
-        yield f"train.mlp_tile_tokens={TILE_TOKENS}", cost, change, 1
+        if train.mlp_tile_tokens:
+            cost = "more and smaller tiles"
+        yield f"train.mlp_tile_tokens={size}", cost, change, 1
     is_decoder = is_native and not run.model.factory
     if is_decoder and may_chunk(run) and (sizes := chunk_sizes(run)):
         change = _set("train", chunk_tokens=sizes[0])

@@ -28,11 +28,10 @@ class RunRates(MatmulRates):
     half_rows: float = 100.0
     half_columns: float = 80.0
     fp8_matmul: float = 0.6
-    """`matmul` of products in fp8, of the peak of those. A guess until it is measured."""
+    """`matmul` of products in fp8, of the peak of those."""
     fp8_traffic: float = 7.0
     """Bytes that casts to fp8 move per token and feature, in or out of a linear layer: its largest
-    magnitude is found (2 bytes), it is read (2), and written by rows and by columns (2), the input
-    once more in the backward pass. A count; on an H200 it is twice that."""
+    magnitude is found (2 bytes), it is read (2) and written (1), and transposed (2). A count."""
     dense: float = 0.62
     """Attention by the dense pattern: of the peak, with heads so wide that it does not matter."""
     dilated: float = 0.45
@@ -55,6 +54,8 @@ class RunRates(MatmulRates):
     """Bytes that the chunked loss moves per logit besides its matrix products."""
     split_loss_traffic: float = 46.0
     """The same if ranks split the vocabulary: the softmax is no single kernel then."""
+    tile_s: float = 8e-5
+    """Of a tile of an MLP, forward and backward, beyond its products and the sums of gradients."""
     chunk_overhead: float = 0.2
     """Time of a step in chunks beyond its passes, in units of these: rows are gathered, and kernels
     are short."""

@@ -252,7 +252,8 @@ def _layer(
     again = FORWARD_TRAFFIC * traffic * (1 - modes["none"] / model.layers)
     again += (forward + attention) * modes["full"] / model.layers  # of the average block
     if train.tile_of(tokens):
-        again += _tiles_s(run, tokens, forward, 1 - modes["full"] / model.layers, bandwidth)
+        again += _again_in_tiles(run, forward, 1 - modes["full"] / model.layers)
+        again += tokens / train.mlp_tile_tokens * _tile_s(run, bandwidth, rates)
     found = {
         "matrix products": forward + backward,
         "attention": attention * (1 + ATTENTION_BACKWARD),
@@ -290,17 +291,19 @@ def _layer(
     return found
 
 
-def _tiles_s(run: Run, tokens: float, forward: float, not_full: float, bandwidth: float) -> float:
-    """What `train.mlp_tile_tokens` adds to a block, the products of which take `forward` seconds.
-
-    Blocks without "full", a fraction `not_full`, compute gate and up again, and each tile reads and
-    writes the sums of gradients.
+def _again_in_tiles(run: Run, forward: float, not_full: float) -> float:
+    """Seconds for gate and up of an MLP in tiles, which blocks without "full", a fraction
+    `not_full`, compute again; `forward`: of all products of a block.
     """
     sizes = {name: into * out for name, (into, out) in linear_sizes(run.model).items()}
-    mlp = {name: size for name, size in sizes.items() if name.startswith("mlp.")}
-    share = (mlp["mlp.gate"] + mlp["mlp.up"]) / sum(sizes.values())
-    sums = 2 * 4 * sum(mlp.values()) * tokens / run.train.mlp_tile_tokens
-    return not_full * share * forward + sums / bandwidth
+    return not_full * forward * (sizes["mlp.gate"] + sizes["mlp.up"]) / sum(sizes.values())
+
+
+def _tile_s(run: Run, bandwidth: float, rates: RunRates) -> float:
+    """Seconds of each tile, which reads and writes the sums of gradients."""
+    sizes = linear_sizes(run.model).items()
+    weights = sum(into * out for name, (into, out) in sizes if name.startswith("mlp."))
+    return 2 * 4 * weights / bandwidth + rates.tile_s
 
 
 def attention_rate(pattern: Pattern, head_dim: int, rates: RunRates, device: Device) -> float:

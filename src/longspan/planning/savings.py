@@ -18,8 +18,8 @@ from longspan.planning.memory import needed_by
 from longspan.planning.parameters import Degrees
 from longspan.rules import Problem, check_rules, first_layout_problem
 
-TILE_TOKENS = 8192
-"""Of the tiles that are taken: enough rows for the matrix products to run at full rate."""
+TILE_TOKENS = (1 << 16, 1 << 13)
+"""Of the tiles that are taken: the larger ones are faster, and need more memory."""
 CHUNKED_CONTEXT, LEAST_CHUNK = 1 << 16, 1 << 14
 """Contexts from which on chunks are taken, and the smallest of these: the kernels of smaller ones
 are short, and their rows of earlier chunks many."""
@@ -53,12 +53,30 @@ class Savings:
         """The run with one step more, of each kind that the rules allow."""
         yield from self._sharded_or_recomputed(run)
         more = [*(self._offloads(run) if self.offloads else ())]
-        if self.others and TILES not in self.fixed and may_tile(run, self.gpus):
-            more.append(with_train(run, **{TILES: TILE_TOKENS}))
+        if self.others and TILES not in self.fixed and (size := next_tile(run, self.gpus)):
+            more.append(with_train(run, **{TILES: size}))
         yield from (x for x in more if is_allowed(x, self.gpus))
         if self.others and CHUNKS not in self.fixed and may_chunk(run):
             chunked = (x for x in _in_smaller_chunks(run) if is_allowed(x, self.gpus))
             yield from itertools.islice(chunked, 1)
+
+    def of_step(self, run: Run) -> list[Run]:
+        """The runs that recompute more layers than the step before `run`, and no more than it.
+
+        Those that recompute fewest first.
+        """
+        train, layers = run.train, run.model.layers
+        is_full = train.activation_checkpointing == "full"
+        if not is_full or train.offload_activations:  # with which it may save memory and time
+            return [run]
+        if not {CHECKPOINTING, RECOMPUTED}.isdisjoint(self.fixed):
+            return [run]
+        count = train.recompute_layers or layers
+        before = (count - 1) // _quarter(layers) * _quarter(layers)
+        fewer = [with_train(run, **{RECOMPUTED: n}) for n in range(before + 1, count)]
+        if fewer and layout_problem(fewer[0], self.gpus) is not None:
+            return [run]
+        return [*fewer, run]
 
     def least(self, run: Run, limit: float) -> tuple[int, Run]:
         """The fewest bytes that the run needs on the fullest device after steps, and that run.
@@ -108,11 +126,11 @@ class Savings:
             yield with_train(run, **{ROWS: True})
 
 
-def may_tile(run: Run, gpus: int) -> bool:
-    """Whether a rank has more tokens at a time than a tile, and no tiles yet."""
+def next_tile(run: Run, gpus: int) -> int:
+    """The largest of TILE_TOKENS below what a rank computes at once; 0 if none is."""
     train, ranks = run.train, run.layout.resolve(gpus)
     tokens = train.micro_batch * (train.chunk_tokens or run.data.context) // ranks["sequence"]
-    return not train.mlp_tile_tokens and tokens > TILE_TOKENS
+    return next((size for size in TILE_TOKENS if size < (train.tile_of(tokens) or tokens)), 0)
 
 
 def may_chunk(run: Run) -> bool:
@@ -143,19 +161,24 @@ def modes_of(train: Train, layers: int) -> Iterator[dict[str, Any]]:
 
 
 def _more_recomputation(train: Train, layers: int) -> dict[str, Any]:
-    """The next step of activation checkpointing: "full" in quarters of the layers. None after all.
+    """The next step of activation checkpointing: "full" in quarters of the layers, between which
+    `Savings.of_step` has the others. None after all.
 
     Each step saves memory and takes longer.
     """
     if train.activation_checkpointing == "none":
         return {CHECKPOINTING: "selective"}
-    quarter = -(-layers // 4)
+    quarter = _quarter(layers)
     if train.activation_checkpointing == "selective":
         return {CHECKPOINTING: "full", RECOMPUTED: quarter if quarter < layers else None}
     if train.recompute_layers is None:
         return {}
     count = train.recompute_layers + quarter
     return {RECOMPUTED: count if count < layers else None}
+
+
+def _quarter(layers: int) -> int:
+    return -(-layers // 4)
 
 
 def with_train(run: Run, **update: Any) -> Run:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -26,7 +27,6 @@ from longspan.planning.run_time import (
     RunTime,
     compute_time,
     predict,
-    with_communication,
     with_precision,
 )
 from longspan.planning.savings import (
@@ -277,7 +277,8 @@ def _search(
 
     What follows a candidate that does not fit saves memory and takes at least as long, but for a
     few. If what needs least of those that follow does not fit, none is taken to; if MOST_TRIED
-    have been, it stands for the rest.
+    have been, it stands for the rest. A candidate is all that `Savings.of_step` says, with the time
+    of the first, until it is known to fit: then it is the first that does.
     """
     gpus, count = found.gpus, itertools.count()
     queue = list[tuple[float, int, bool, Run, RunTime]]()
@@ -285,7 +286,7 @@ def _search(
     smallest = list[tuple[int, Run]]()
 
     def put(candidate: Run, time: RunTime | None = None) -> None:
-        known = time or compute_time(candidate, gpus, found.device, rates)
+        known = time or compute_time(savings.of_step(candidate)[0], gpus, found.device, rates)
         heapq.heappush(queue, (known.step_s, next(count), time is not None, candidate, known))
 
     for candidate in first:
@@ -312,7 +313,9 @@ def _search(
                 hopeless.append((candidate, time))
                 continue
         if found.has_room_for(candidate):
-            put(candidate, with_communication(time, candidate, rates) if gpus > 1 else time)
+            of_step = savings.of_step(candidate)
+            candidate = of_step[bisect_left(of_step, True, key=found.has_room_for)]
+            put(candidate, predict(candidate, gpus, found.device, rates))
             continue
         refused.append((candidate, time))
         for smaller in savings.after(candidate):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from longspan.checks import layout_problems
-from longspan.config import Data, Engine, Layout, Model, Train
+from longspan.config import Engine, Layout, Model, Train
 from longspan.costs import linear_sizes
 from longspan.rules.problem import Problem, Problems
 
 MULTIPLE = 16
-"""What the matrix units ask of each dimension of a product."""
+"""What the matrix units ask of the widths of a layer."""
 
 
 def fp8_rules(train: Train, model: Model, engine: Engine) -> Problems:
@@ -37,7 +37,7 @@ def fp8_rules(train: Train, model: Model, engine: Engine) -> Problems:
             return
 
 
-def fp8_layout_rules(train: Train, layout: Layout, data: Data, world: int) -> Problems:
+def fp8_layout_rules(train: Train, layout: Layout, world: int) -> Problems:
     if not train.fp8 or layout_problems(layout.ranks(), world):
         return
     ranks = layout.resolve(world)
@@ -47,11 +47,3 @@ def fp8_layout_rules(train: Train, layout: Layout, data: Data, world: int) -> Pr
     if ranks["pipeline"] > 1 and layout.schedule == "zbv":
         message = 'true is not supported with layout.schedule = "zbv": use false, or "1f1b"'
         yield Problem("train.fp8", message)
-    samples = 1 if train.halve_on_oom else train.micro_batch  # it may be halved down to one
-    tokens = samples * data.context // ranks["sequence"]
-    if not train.chunk_tokens and tokens % MULTIPLE:  # chunks are padded
-        yield Problem(
-            "train.fp8",
-            f"true needs a multiple of {MULTIPLE} tokens in a micro-batch of a rank, but it has "
-            f"{tokens}: change data.context, or use false",
-        )
