@@ -135,7 +135,7 @@ GPU_CASES = [
     _gpu_case("350m", 256, 1, "dilated", BF16_STREAM, checkpointing="full", recompute_layers=3),
     _gpu_case("1.3b", 8, 4, "dilated", is_beside_plain=True),
     _gpu_case("1.3b", 8, 4, "dilated", FP8),
-    _gpu_case("1.3b", 128, 1, "dilated", BF16_STREAM, checkpointing="full", recompute_layers=5),
+    _gpu_case("1.3b", 128, 1, "dilated", BF16_STREAM, checkpointing="full", recompute_layers=6),
 ]
 LLAMA = (
     "model.preset=llama3-8b",
