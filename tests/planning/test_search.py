@@ -16,8 +16,9 @@ from longspan.hardware import Device, devices
 from longspan.planning import limits
 from longspan.planning.chunks import chunk_sizes
 from longspan.planning.ladder import fastest_that_fits
+from longspan.planning.memory import needed_by
 from longspan.planning.run_time import with_precision
-from longspan.planning.savings import LEAST_CHUNK, TILE_TOKENS
+from longspan.planning.savings import LEAST_CHUNK, TILE_TOKENS, with_train
 from longspan.planning.search import (
     ALLOWANCE,
     CLOSE,
@@ -143,6 +144,23 @@ def test_recomputation_of_all_layers_that_needs_more_than_of_some_does_not_hide_
     again = any_run(*options, "train.precision=bf16", "train.device=cuda", "train.micro_batch=16")
     assert search(again, 1, a10, fixed=["micro_batch"]).best.time.step_s < found.time.step_s
     assert search(run, 1, a10).best.run.train.micro_batch == 16
+
+
+def test_where_all_layers_need_more_memory_than_all_but_one_these_are_recomputed() -> None:
+    options = ["model.preset=125m", "data.context=8192", "train.global_batch=1"]
+    run = with_precision(any_run(*options, "train.device=cuda"), H200)
+    full = {"activation_checkpointing": "full"}
+    some, every = (
+        needed_by(with_train(run, **full, recompute_layers=count), 1) for count in (11, None)
+    )
+    assert some < every
+    found = search(run, 1, replace(H200, memory=every - 1 + int(ALLOWANCE)))
+    train = found.best.run.train
+    assert (train.activation_checkpointing, train.recompute_layers) == ("full", 11)
+    assert not found.best.run.layout.offload
+    ladder = fastest_that_fits(run, 1, H200, every - 1)
+    assert ladder is not None
+    assert ladder.run.train == train
 
 
 @pytest.mark.parametrize("tried", [1000, 5])

@@ -90,6 +90,31 @@ def test_a_layer_computes_products_of_rounded_factors(
         assert torch.equal(layer(x), exact)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_under_autocast_weights_are_rounded_to_bf16_first(backend: str) -> None:
+    """And gradients keep their smallest rows: compiled too, with tokens to be filled up."""
+    layer = nn.Sequential(nn.Linear(48, 32))
+    x = torch.randn(2, 21, 48).bfloat16().float().requires_grad_()
+    rows = torch.logspace(0, -8, 42)[:, None]
+    gradient = (torch.randn(42, 32) * rows * 1e-8).bfloat16()
+    convert_to_fp8([layer])
+    with torch.autocast("cpu", torch.bfloat16):
+        y = torch.compile(layer, backend=backend, fullgraph=True)(x)
+    y.backward(gradient.view_as(y))
+    assert y.dtype == torch.bfloat16
+    assert x.grad is not None
+    weight = layer[0].weight
+    x8, w8 = rounded(of(x).reshape(-1, 48), E4M3), rounded(of(weight.bfloat16().float()), E4M3)
+    g8 = rounded(of(gradient.float()), E5M2)
+    for found, oracle in (
+        (of(y.float()).reshape(-1, 32), x8 @ w8.T + of(layer[0].bias)),
+        (of(x.grad).reshape(-1, 48), g8 @ w8),
+        (of(weight.grad), g8.T @ x8),
+    ):
+        errors = np.linalg.norm(found - oracle, axis=-1) / np.linalg.norm(oracle, axis=-1)
+        assert errors.max() < 2**-8  # bf16, twice
+
+
 @pytest.mark.parametrize("largest", [0.0, 1e-36, 3e38])
 def test_factors_of_any_magnitude_are_scaled(largest: float) -> None:
     layer = nn.Linear(16, 16, bias=False)

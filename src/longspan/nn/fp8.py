@@ -45,7 +45,7 @@ class FP8Linear(nn.Linear):
         if not self.training:
             return linear(x, self.weight, self.bias)
         dtype = autocast_dtype(x) or x.dtype
-        rows = x.to(dtype).flatten(0, -2)
+        rows = x.to(dtype).reshape(-1, self.in_features)
         y: Tensor = _Product.apply(rows, self.weight)  # type: ignore[no-untyped-call]
         y = y.view(*x.shape[:-1], -1)
         return y if self.bias is None else y + self.bias.to(dtype)

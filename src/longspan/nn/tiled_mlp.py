@@ -145,11 +145,11 @@ def _backward(
     tensors = x, gate, up, down, norm, gate_bias, up_bias, down_bias
     exact = accumulation_dtype(x)
     sums = [
-        torch.zeros_like(weight, dtype=exact) if needed and weight is not None else None
+        weight.new_zeros(weight.shape, dtype=exact) if needed and weight is not None else None
         for needed, weight in zip(needs[1:], tensors[1:], strict=True)
     ]
     grad_gate, grad_up, grad_down, *vectors = sums
-    grad_x = torch.empty_like(x) if needs[0] else None
+    grad_x = x.new_empty(x.shape) if needs[0] else None
     with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
         for rows in _tiles(len(x), tile):
             x_tile, grad_tile = x[rows], grad[rows]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -208,9 +207,7 @@ def _fastest_after(
         _, _, is_found, run = heapq.heappop(queue)
         if is_found:
             return with_memory(run, predict(run, savings.gpus, device))
-        of_step = savings.of_step(run)
-        if fits(run):
-            fewest = of_step[bisect_left(of_step, True, key=fits)]
+        if (fewest := savings.first_that_fits(run, fits)) is not None:
             put(fewest, fewest, is_found=True)
             continue
         for smaller in savings.after(run):

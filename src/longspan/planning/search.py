@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from bisect import bisect_left
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -312,10 +311,8 @@ def _search(
             if least > usable_memory(found.device):
                 hopeless.append((candidate, time))
                 continue
-        if found.has_room_for(candidate):
-            of_step = savings.of_step(candidate)
-            candidate = of_step[bisect_left(of_step, True, key=found.has_room_for)]
-            put(candidate, predict(candidate, gpus, found.device, rates))
+        if (enough := savings.first_that_fits(candidate, found.has_room_for)) is not None:
+            put(enough, predict(enough, gpus, found.device, rates))
             continue
         refused.append((candidate, time))
         for smaller in savings.after(candidate):
