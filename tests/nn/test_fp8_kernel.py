@@ -35,6 +35,7 @@ def test_bytes_are_transposed_and_filled_up(device: str, shape: tuple[int, int])
     found = transposed(x.to(device).view(FORWARD))
     assert found.dtype == FORWARD
     assert torch.equal(bits(found), expected_of(x))
+    assert transposed(x.view(FORWARD).to("meta")).shape == found.shape  # as torch.compile sees it
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -146,6 +146,23 @@ def test_recomputation_of_all_layers_that_needs_more_than_of_some_does_not_hide_
     assert search(run, 1, a10).best.run.train.micro_batch == 16
 
 
+@pytest.mark.parametrize(("preset", "batch", "gib"), [("1.3b", 8, 22.5), ("350m", 4, 10)])
+def test_a_larger_micro_batch_with_few_recomputed_layers_is_weighed_against_a_smaller_one(
+    preset: str, batch: int, gib: float
+) -> None:
+    options = [f"model.preset={preset}", "data.context=4096", f"train.global_batch={batch}"]
+    run = any_run(*options, f"train.micro_batch={batch}", "train.device=cuda")
+    run, limit = with_precision(run, H100), int(gib * GIB)
+    device = replace(H100, memory=limit + int(ALLOWANCE))
+    (best,) = fastest_of_all(run, device, [(1, 1, 1, 1, 1)], TILED).values()
+    assert best.run.train.micro_batch > 1
+    assert (best.run.train.recompute_layers or 6) % 6
+    assert search(run, 1, device).best.time.step_s == best.time.step_s
+    ladder = fastest_that_fits(run, 1, device, limit)
+    assert ladder is not None
+    assert ladder.time.step_s == best.time.step_s
+
+
 def test_where_all_layers_need_more_memory_than_all_but_one_these_are_recomputed() -> None:
     options = ["model.preset=125m", "data.context=8192", "train.global_batch=1"]
     run = with_precision(any_run(*options, "train.device=cuda"), H200)
