@@ -57,7 +57,7 @@ def test_tiles_take_the_hidden_activations_out_of_the_plan() -> None:
     h200 = devices()["h200"]
     of_full = predict(tiled, 1, h200).step_s / predict(run, 1, h200).step_s
     of_none = predict(run_of(TILES), 1, h200).step_s / predict(run_of(), 1, h200).step_s
-    assert 1 < of_full < 1.02 < of_none < 1.25  # gate and up are recomputed
+    assert 1 < of_full < 1.03 < of_none < 1.25  # gate and up are recomputed
 
 
 def test_tiles_are_on_the_ladder() -> None:
