@@ -8,8 +8,8 @@ of two: what a number is rounded to then hardly depends on the others, so neithe
 on later tokens. Only numbers that are some 2^14 times smaller than the largest lose bits by it.
 
 The units sum over dense rows of both factors, but the gradients of x and W sum over their columns.
-So factors are rounded first and then transposed, a byte at a time: torch.compile would write the
-transposed bytes from the kernels that compute them, of which each writes one at a time.
+So factors are rounded first, which torch.compile fuses with what comes before, and their bytes are
+transposed by a kernel of their own: that takes less time than to cast them once more, transposed.
 
 Parameters, their names and their gradients are those of `nn.Linear`.
 """
@@ -146,7 +146,7 @@ def rounded_weight(x: Tensor, scale: Tensor, dtype: torch.dtype, transposes: boo
     if x.is_cuda:
         from longspan.nn.fp8_kernel import round_weight
 
-        return round_weight(x, scale, dtype, FORWARD, transposes)
+        return round_weight(x, scale, dtype, transposes)
     found = _rounded(x.to(dtype), scale, FORWARD)
     return found.t().contiguous() if transposes else found
 

@@ -11,8 +11,7 @@ from torch import Tensor
 
 BLOCK = 128
 WARPS = 8
-TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
-FP8_TYPES = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
 def transpose(x: Tensor, width: int) -> Tensor:
@@ -26,14 +25,12 @@ def transpose(x: Tensor, width: int) -> Tensor:
     return out
 
 
-def round_weight(
-    x: Tensor, scale: Tensor, dtype: torch.dtype, fp8: torch.dtype, transposes: bool
-) -> Tensor:
-    """Dense x (rows, columns) or its transpose, times `scale` () in `fp8`, rounded to `dtype`
+def round_weight(x: Tensor, scale: Tensor, dtype: torch.dtype, transposes: bool) -> Tensor:
+    """Dense x (rows, columns) or its transpose, times `scale` () in e4m3, rounded to `dtype`
     before.
     """
-    out = x.new_empty(x.shape[::-1] if transposes else x.shape, dtype=fp8)
-    _launch(x, out, scale, TYPES[dtype], FP8_TYPES[fp8], transposes=transposes)
+    out = x.new_empty(x.shape[::-1] if transposes else x.shape, dtype=torch.float8_e4m3fn)
+    _launch(x, out, scale, TYPES[dtype], tl.float8e4nv, transposes=transposes)
     return out
 
 
