@@ -82,15 +82,10 @@ class Savings:
     def first_that_fits(self, run: Run, fits: Callable[[Run], bool]) -> Run | None:
         """The one of `of_step` that recomputes fewest layers and fits; None if none does."""
         of_step = self.of_step(run)
-        for end in self._ends(of_step):
+        for end in _ends(of_step):
             if fits(end):
                 return of_step[bisect_left(of_step, True, hi=of_step.index(end), key=fits)]
         return None
-
-    def _ends(self, of_step: Sequence[Run]) -> Sequence[Run]:
-        """Those that may need least: all layers may need more memory than all but one."""
-        recomputes_all = of_step[-1].train.recompute_layers is None
-        return of_step[-2:] if recomputes_all else of_step[-1:]
 
     def least(self, run: Run, limit: float) -> tuple[int, Run]:
         """The fewest bytes that the run needs on the fullest device after steps, and that run.
@@ -102,7 +97,7 @@ class Savings:
             paths.append(replace(self, fixed={*self.fixed, CHUNKS})._path(run))
         found = list[tuple[int, Run]]()
         for each in itertools.zip_longest(*(path[: -LAST - 1 : -1] for path in paths)):
-            ends = (self._ends(self.of_step(x)) for x in each if x is not None)
+            ends = (_ends(self.of_step(x)) for x in each if x is not None)
             found += [(needed_by(x, self.gpus), x) for x in itertools.chain.from_iterable(ends)]
             if not self.others or min(found, key=_bytes)[0] <= limit:
                 break
@@ -190,6 +185,12 @@ def _more_recomputation(train: Train, layers: int) -> dict[str, Any]:
         return {}
     count = train.recompute_layers + quarter
     return {RECOMPUTED: count if count < layers else None}
+
+
+def _ends(of_step: Sequence[Run]) -> Sequence[Run]:
+    """Those that may need least: all layers may need more memory than all but one."""
+    recomputes_all = of_step[-1].train.recompute_layers is None
+    return of_step[-2:] if recomputes_all else of_step[-1:]
 
 
 def _quarter(layers: int) -> int:
